@@ -1,0 +1,1 @@
+"""Attention over the KV pool: what a step asks, and the backends that answer."""

@@ -1,0 +1,213 @@
+"""Ragged attention on the CPU: the decode rows of a step at once, without gathering their keys.
+
+Owns its share of the workspace and the layout of the step in progress; only reads the pool. Every
+(token, head) is one row of a sparse matrix whose columns are pool slots, so that PyTorch's sparse
+kernels do the walking:
+
+    scores = sampled_addmm(q, keys)      dot products at the listed slots only
+    softmax, in place                    tokens of equal padded length together
+    out = embedding_bag(values, scores)  weighted sums of the listed slots
+
+A step costs a dozen calls a layer however many rows it has, and keys and values are read where
+they lie. Every result is a fixed-order sum over its own row: neighbours do not change it. float32
+only, since sampled_addmm knows no narrower type.
+
+Legend: T = packed tokens, N = ragged tokens, H = query heads, D = head_dim, S = slots of all kv
+heads, one head after the other.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from seawall.attention.base import AttentionRows
+from seawall.core.units import ceil_div
+from seawall.device.arena import Arena
+from seawall.kv.pool import KVPool
+from seawall.memory.footprint_attention import TILE, AttentionSizes
+
+# Below this many tokens the chunked way is quicker: the ragged one has a fixed price a layer.
+MIN_RAGGED_TOKENS = 4
+# A chunk of several tokens goes ragged while it takes no more entries than this.
+MAX_CHUNK_ENTRIES = 6144
+
+_bag = torch.ops.aten._embedding_bag_forward_only.default
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedStep:
+    """One ragged pass: the sparse matrix of the step, and its parts by padded length."""
+
+    token_ids: Tensor
+    matrix: Tensor
+    columns: Tensor
+    bounds: Tensor
+    bias: Tensor
+    scores: Tensor
+    groups: list[Tensor]
+
+
+class RaggedAttention:
+    """Tokens that attend all at once, as rows of one sparse matrix.
+
+    Token n, head h is matrix row n * H + h. Its entries are the slots of positions [0, p], padded
+    to a multiple of TILE with the last of them; the bias takes the padding out.
+    """
+
+    def __init__(
+        self, pool: KVPool, arena: Arena, sizes: AttentionSizes, *, num_heads: int, scale: float
+    ) -> None:
+        self._pool = pool
+        self._num_heads = num_heads
+        self._scale = scale
+        self._sizes = sizes
+        self._token_ids = arena.empty("attention", (sizes.tokens,), torch.int64)
+        self._columns = arena.empty("attention", (sizes.entries,), torch.int32)
+        self._bias = arena.empty("attention", (sizes.entries,), torch.float32)
+        self._scores = arena.empty("attention", (sizes.entries,), torch.float32)
+        self._bounds = arena.empty("attention", (sizes.bounds,), torch.int32)
+        # Where the slots of each query head's kv head begin, as columns.
+        kv_heads = np.arange(num_heads, dtype=np.int32) // (num_heads // pool.num_kv_heads)
+        self._head_columns = kv_heads[:, None] * np.int32(pool.num_slots)
+        assert pool.num_kv_heads * pool.num_slots < 2**31 or sizes.entries == 0
+        self._step: RaggedStep | None = None
+        with warnings.catch_warnings():
+            # PyTorch says once a process that sparse tensors are in beta.
+            warnings.simplefilter("ignore")
+            self._matrix(torch.zeros(2, dtype=torch.int32), self._columns[:0], self._scores[:0])
+
+    def choose(self, rows: AttentionRows) -> npt.NDArray[np.bool_]:
+        """Which rows take the ragged way: the short ones first, as far as the workspace goes."""
+        lengths = rows.lengths.astype(np.int64)
+        ends = rows.starts + lengths
+        # An upper bound for several tokens, exact for one.
+        entries = _padded(ends) * lengths * self._num_heads
+        fits = (lengths == 1) | ((entries <= MAX_CHUNK_ENTRIES) & (lengths > 0))
+        order = np.argsort(np.where(fits, entries, np.iinfo(np.int64).max), kind="stable")
+        order = order[: int(fits.sum())]
+        fit = np.cumsum(entries[order]) <= self._sizes.entries
+        fit &= np.cumsum(lengths[order]) <= self._sizes.tokens
+        chosen = np.zeros(len(lengths), dtype=np.bool_)
+        chosen[order[fit]] = int(lengths[order[fit]].sum()) >= MIN_RAGGED_TOKENS
+        return chosen
+
+    def prepare(
+        self, rows: AttentionRows, offsets: LongArray, chosen: npt.NDArray[np.bool_]
+    ) -> None:
+        self._step = None
+        lengths = np.where(chosen, rows.lengths, 0)
+        num_tokens = int(lengths.sum())
+        if num_tokens == 0:
+            return
+        first = np.cumsum(lengths) - lengths
+        within = np.arange(num_tokens) - np.repeat(first, lengths)
+        tokens = np.repeat(offsets, lengths) + within
+        counts = np.repeat(rows.starts, lengths) + within + 1
+        seats = np.repeat(rows.seats, lengths)
+        padded = _padded(counts)
+        groups = _groups(padded)
+        order = np.concatenate(groups)
+        self._token_ids[:num_tokens].copy_(torch.from_numpy(tokens[order]))
+        bounds = np.zeros(num_tokens * self._num_heads + 1, dtype=np.int32)
+        np.cumsum(np.repeat(padded[order], self._num_heads), out=bounds[1:])
+        self._bounds[: len(bounds)].copy_(torch.from_numpy(bounds))
+        num_entries = int(bounds[-1])
+        self._bias[:num_entries].zero_()
+        scores: list[Tensor] = []
+        begin = 0
+        for members in groups:
+            width = int(padded[members[0]])
+            end = begin + len(members) * self._num_heads * width
+            self._fill(rows.page_table, seats[members], counts[members], begin, width)
+            scores.append(self._scores[begin:end].view(-1, width))
+            begin = end
+        self._step = self._finish(num_tokens, len(bounds), num_entries, scores)
+
+    def _finish(
+        self, num_tokens: int, num_bounds: int, num_entries: int, groups: list[Tensor]
+    ) -> RaggedStep:
+        bounds = self._bounds[:num_bounds]
+        columns = self._columns[:num_entries]
+        scores = self._scores[:num_entries]
+        return RaggedStep(
+            token_ids=self._token_ids[:num_tokens],
+            matrix=self._matrix(bounds, columns, scores),
+            columns=columns,
+            bounds=bounds[:-1],
+            bias=self._bias[:num_entries],
+            scores=scores,
+            groups=groups,
+        )
+
+    def _matrix(self, bounds: Tensor, columns: Tensor, scores: Tensor) -> Tensor:
+        """The sparse matrix over the buffers; its values are `scores` itself."""
+        size = (len(bounds) - 1, self._pool.num_kv_heads * self._pool.num_slots)
+        return torch.sparse_csr_tensor(bounds, columns, scores, size, check_invariants=False)
+
+    def _fill(
+        self, page_table: IntArray, seats: IntArray, counts: LongArray, begin: int, width: int
+    ) -> None:
+        """Columns and bias of the tokens of one padded length, from entry `begin` on."""
+        page_size = self._pool.page_size
+        pages = page_table[seats, : ceil_div(width, page_size)]
+        short = ceil_div(width, page_size) - pages.shape[1]
+        if short > 0:
+            pages = np.pad(pages, ((0, 0), (0, short)))
+        within = np.arange(page_size, dtype=np.int32)
+        slots = (pages[:, :, None] * np.int32(page_size) + within).reshape(len(seats), -1)
+        slots = slots[:, :width]
+        last = slots[np.arange(len(seats)), counts - 1]
+        padding = np.arange(width - TILE, width) >= counts[:, None]
+        np.copyto(slots[:, width - TILE :], last[:, None], where=padding)
+        shape = (len(seats), self._num_heads, width)
+        end = begin + math.prod(shape)
+        torch.add(
+            torch.from_numpy(slots)[:, None, :],
+            torch.from_numpy(self._head_columns),
+            out=self._columns[begin:end].view(shape),
+        )
+        tail = np.where(padding, np.float32(-np.inf), np.float32(0))
+        bias = self._bias[begin:end].view(shape)[:, :, width - TILE :]
+        bias.copy_(torch.from_numpy(tail)[:, None, :])
+
+    def run(self, q_THD: Tensor, layer: int, out_THD: Tensor) -> None:
+        step = self._step
+        if step is None:
+            return
+        dim = self._pool.head_dim
+        q_ND = q_THD.index_select(0, step.token_ids).view(-1, dim)
+        keys_DS = self._pool.keys(layer).view(-1, dim).t()
+        values_SD = self._pool.values(layer).view(-1, dim)
+        step.scores.copy_(step.bias)
+        torch.sparse.sampled_addmm(
+            step.matrix, q_ND, keys_DS, beta=1.0, alpha=self._scale, out=step.matrix
+        )
+        for group in step.groups:
+            torch.softmax(group, 1, out=group)
+        bags = _bag(values_SD, step.columns, step.bounds, False, 0, False, step.scores)
+        out_THD.index_copy_(0, step.token_ids, bags[0].view(-1, *out_THD.shape[1:]))
+
+
+def _padded(counts: LongArray) -> LongArray:
+    """Each count rounded up to a multiple of TILE."""
+    return -(-counts // TILE) * TILE
+
+
+def _groups(padded: LongArray) -> list[LongArray]:
+    """Tokens of equal padded length, ordered so that each thread gets a like share of entries.
+
+    The weighted sums are split over threads by number of tokens, in order: dealing the groups from
+    short to long like cards gives every thread short and long ones.
+    """
+    order = np.argsort(padded, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(padded[order])) + 1)
+    hands = torch.get_num_threads()
+    return [group for hand in range(hands) for group in groups[hand::hands]]

@@ -1,0 +1,267 @@
+"""Leases: the pages that one request holds, and the book of all open leases.
+
+A lease is the only caller of `alloc` and `free` besides the trees. The scheduler is the only holder
+of leases; the runner sees page ids as data. Half-open intervals, in pages of the request:
+
+    [0, num_shared)          the cache's pages, locked by this lease: never written, maybe read by
+                             others; all of their KV is valid
+    [num_shared, num_pages)  the lease's own pages: written by this request, seen by nobody else
+
+Pages that a commit or a release gives up may still be read or written by a step that was launched
+before; whoever gets them next uses them in a step launched later, and steps run in order.
+
+A second class of pages (sliding windows) will stand beside `_pages` as an array of its own with its
+own ledger; the intervals above then hold for each class.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from seawall.cache.node import TreeNode
+from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.prefix import PrefixCache, PrefixKey
+from seawall.core.errors import PageError
+
+_SPARE_ENTRIES = 16
+
+
+class PrefixHold:
+    """A lock on a prefix that outlives the lease it came from (prompts shared by n samples)."""
+
+    def __init__(self, cache: PrefixCache, node: TreeNode) -> None:
+        self._cache = cache
+        self._node: TreeNode | None = node
+        cache.lock(node)
+
+    def release(self) -> None:
+        """Let go; a second time is an error."""
+        if self._node is None:
+            raise PageError("this hold on a prefix was released before; release it once")
+        self._cache.unlock(self._node)
+        self._node = None
+
+
+class Lease:
+    """The pages of one request, in position order. Made by LeaseBook.open; ends with release.
+
+    Attributes:
+        rid: the request's name in reports.
+        num_cached_tokens: positions whose KV was found in the cache when the lease was opened.
+        num_pages: pages held, shared and own.
+        num_shared: how many of them, from the front, are the cache's.
+    """
+
+    def __init__(self, book: "LeaseBook", rid: str, key: PrefixKey) -> None:
+        match = book.cache.match(key)
+        book.cache.lock(match.node)
+        self.rid = rid
+        self.num_cached_tokens = match.num_tokens
+        self.num_pages = len(match.page_ids)
+        self.num_shared = len(match.page_ids)
+        self.owner = book.ledger.new_owner(rid)
+        self._book = book
+        self._extra_key = key.extra_key
+        self._node: TreeNode | None = match.node
+        self._pages: PageIds = np.empty(self.num_pages + _SPARE_ENTRIES, np.int32)
+        self._pages[: self.num_pages] = match.page_ids
+
+    @property
+    def page_ids(self) -> PageIds:
+        """All pages, in position order; a read-only view that is valid until the next call."""
+        view = self._pages[: self.num_pages]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def num_own(self) -> int:
+        """Pages that only this request uses."""
+        return self.num_pages - self.num_shared
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions [0, num_tokens) have pages."""
+        return self.num_pages * self._book.page_size
+
+    @property
+    def writable_from(self) -> int:
+        """Positions before this one are the cache's and must not be written."""
+        return self.num_shared * self._book.page_size
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Make sure that positions [0, num_tokens) have pages, evicting if free ones run short.
+
+        Returns:
+            False if not even eviction could give enough; then this lease is as it was, and nothing
+            was evicted.
+        """
+        self._require_open("reserve")
+        book = self._book
+        need = -(-num_tokens // book.page_size) - self.num_pages
+        if need <= 0:
+            return True
+        short = need - book.ledger.num_free
+        if short > 0:
+            if short > book.cache.num_evictable:
+                return False
+            book.cache.evict(short)
+            if need > book.ledger.num_free:
+                return False  # pages that were to come free are in quarantine
+        end = self.num_pages + need
+        if end > len(self._pages):
+            grown: PageIds = np.empty(2 * end, np.int32)
+            grown[: self.num_pages] = self._pages[: self.num_pages]
+            self._pages = grown
+        self._pages[self.num_pages : end] = book.ledger.alloc(need, self.owner)
+        self.num_pages = end
+        return True
+
+    def commit(self, tokens: npt.NDArray[np.int32], num_valid: int, *, priority: int = 0) -> range:
+        """Give the whole pages of positions [0, num_valid) to the cache and share them from now on.
+
+        Where the cache already has the same prefix, its pages take the place of this lease's copies
+        (the KV is equivalent) and the copies are freed.
+
+        Args:
+            tokens: the request's tokens from position 0, at least num_valid of them.
+            num_valid: positions whose KV has been written, or will be by a step launched already.
+            priority: of the prefix when pages are evicted; the lowest goes first.
+
+        Returns:
+            Indices into page_ids whose page has changed, half-open; the device's page table is to
+            be updated there before the next step.
+        """
+        node = self._require_open("commit")
+        book = self._book
+        num_whole = num_valid // book.page_size
+        if num_valid > len(tokens) or num_whole > self.num_pages:
+            raise PageError(
+                f"commit of {num_valid} positions by {self.rid!r}: it has {len(tokens)} tokens and "
+                f"pages for {self.num_tokens}; commit only what was computed"
+            )
+        if num_whole <= self.num_shared:
+            return range(0)
+        if not node.spells(tokens[: self.writable_from]):
+            raise PageError(
+                f"commit by {self.rid!r}: its first {self.writable_from} tokens are not those of "
+                "the pages it shares; pass the request's own tokens, from position 0"
+            )
+        key = PrefixKey(tokens=tokens[: num_whole * book.page_size], extra_key=self._extra_key)
+        result = book.cache.insert(key, self._pages[:num_whole], self.owner, priority=priority)
+        return self._adopt(result.node, result.page_ids, result.num_existing)
+
+    def truncate(self, num_tokens: int) -> int:
+        """Give back own pages beyond positions [0, num_tokens); returns how many.
+
+        Shared pages stay until release: others may use them, and nothing is gained.
+        """
+        self._require_open("truncate")
+        keep = max(-(-num_tokens // self._book.page_size), self.num_shared)
+        dropped = self._pages[keep : self.num_pages].copy()
+        if not len(dropped):
+            return 0
+        self.num_pages = keep
+        self._book.ledger.free(dropped, self.owner)
+        return len(dropped)
+
+    def hold(self) -> PrefixHold:
+        """Lock the prefix shared so far, for as long as the hold lives."""
+        return PrefixHold(self._book.cache, self._require_open("hold"))
+
+    def release(
+        self, tokens: npt.NDArray[np.int32], num_valid: int, *, insert: bool, priority: int = 0
+    ) -> None:
+        """End the lease (finish, abort, retract); a second time is an error.
+
+        Args:
+            tokens: as for commit.
+            num_valid: as for commit.
+            insert: commit the whole valid pages first, so that the next request finds them.
+            priority: as for commit.
+        """
+        node = self._require_open("release")
+        if insert:
+            self.commit(tokens, num_valid, priority=priority)
+            node = self._require_open("release")
+        self.truncate(0)
+        self._node = None
+        self._book.cache.unlock(node)
+        self._book.ledger.drop_owner(self.owner)
+        self._book.forget(self)
+
+    def _adopt(self, node: TreeNode, page_ids: PageIds, num_existing: int) -> range:
+        """Take over the cache's pages [0, len(page_ids)) and move the lock to their node."""
+        old = self._require_open("commit")
+        first = self.num_shared
+        if len(page_ids) <= first:
+            return range(0)  # the cache stored nothing
+        changed = range(first, max(first, num_existing))
+        copies = self._pages[changed.start : changed.stop].copy()
+        self._pages[: len(page_ids)] = page_ids
+        self.num_shared = len(page_ids)
+        self._node = node
+        # First the new lock: an unlocked prefix may be gone at once.
+        self._book.cache.lock(node)
+        self._book.cache.unlock(old)
+        self._book.ledger.free(copies, self.owner)
+        return changed
+
+    def _require_open(self, operation: str) -> TreeNode:
+        if self._node is None:
+            raise PageError(f"{operation} on the lease of {self.rid!r}, which was released before")
+        return self._node
+
+
+class LeaseBook:
+    """Opens leases and knows the open ones. Written by the scheduler only."""
+
+    def __init__(self, ledger: PageLedger, cache: PrefixCache, page_size: int) -> None:
+        self.ledger = ledger
+        self.cache = cache
+        self.page_size = page_size
+        self._open: dict[int, Lease] = {}
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that `reserve` could get now, free or by eviction; O(1)."""
+        return self.ledger.num_free + self.cache.num_evictable
+
+    @property
+    def num_open(self) -> int:
+        """Leases not released yet."""
+        return len(self._open)
+
+    def open(
+        self,
+        rid: str,
+        key_tokens: npt.NDArray[np.int32],
+        extra_key: str | None,
+        *,
+        max_match_tokens: int,
+    ) -> Lease:
+        """Open a lease that shares the longest cached prefix, in whole pages.
+
+        Args:
+            rid: the request's name in reports and errors.
+            key_tokens: its tokens so far, from position 0.
+            extra_key: what else its KV depends on.
+            max_match_tokens: take at most this many from the cache; what a logprob request or the
+                sampling of the next token must compute lies beyond.
+        """
+        num_tokens = max(0, min(max_match_tokens, len(key_tokens)))
+        num_tokens -= num_tokens % self.page_size
+        key = PrefixKey(tokens=key_tokens[:num_tokens], extra_key=extra_key)
+        lease = Lease(self, rid, key)
+        self._open[lease.owner] = lease
+        return lease
+
+    def forget(self, lease: Lease) -> None:
+        """Called by a lease that ends."""
+        del self._open[lease.owner]
+
+    def check(self) -> bool:
+        """Compare leases, cache and ledger page by page count; see PageLedger.check."""
+        stats = self.cache.stats()
+        return self.ledger.check(
+            {lease.owner: lease.num_own for lease in self._open.values()},
+            num_cached=stats.evictable_pages + stats.protected_pages,
+        )

@@ -1,0 +1,369 @@
+"""The page ledger: every page has exactly one owner at any time.
+
+An owner is free, quarantine, a request or a prefix tree. The ledger owns the owner table and the
+free list; it knows nothing of tokens, prefixes or tensors. Written by leases and trees only.
+
+    owner[page]            handle of the one owner; a handle = slot | generation << 24, never reused
+    free[0, num_free)      stack of free page ids; the top is handed out first
+    held[slot]             pages that the owner in this slot has; sums exactly to num_pages
+
+Misuse is found at the call that commits it. In debug mode it raises and changes nothing. Else it is
+recorded, whoever rightfully owns a page keeps it, a page that two parties may now believe to be
+theirs goes to quarantine and is never handed out again, and service goes on.
+
+Cost: O(1) a page for every operation. The free list is put back in ascending order once for every
+num_pages pages that were freed, which is O(1) a page as well, so that after churn a request still
+tends to get runs of consecutive pages.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from seawall.core.errors import PageError
+
+PageIds = npt.NDArray[np.int32]
+ViolationKind = Literal[
+    "out_of_range",
+    "already_free",
+    "quarantined",
+    "foreign",
+    "duplicate",
+    "leaked",
+    "unknown",
+    "sum",
+]
+
+HOST_BYTES_PER_PAGE = 16  # owner 8, free list 4, scratch 4; the debug history is not counted
+
+# Handles that exist from the start; no call takes them as the owner who acts.
+FREE = 0
+QUARANTINE = 1
+
+_SLOT_BITS = 24
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_MAX_VIOLATIONS = 256
+_HISTORY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCounts:
+    """Pages by the kind of their owner: free + cached + in_use + quarantined == total."""
+
+    total: int
+    free: int
+    cached: int
+    in_use: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One misuse that service survived. `page` is None when no single page is concerned."""
+
+    kind: ViolationKind
+    operation: str
+    page: int | None
+    caller: str
+    owner: str
+
+
+class PageLedger:
+    """Owner of every page, as counts that are exact after each call."""
+
+    def __init__(self, num_pages: int, *, debug: bool) -> None:
+        if not 0 < num_pages < 2**31:
+            raise PageError(f"num_pages is {num_pages}; it must be in [1, 2**31)")
+        self.num_pages = num_pages
+        self.debug = debug
+        self.num_violations = 0
+        self._owner = np.full(num_pages, FREE, np.int64)
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._scratch = np.zeros(num_pages, np.int32)
+        self._num_unordered = 0  # pages freed since the free list was last in order
+        self._owners = _Owners(num_pages)
+        self._violations: deque[Violation] = deque(maxlen=_MAX_VIOLATIONS)
+        self._history: dict[int, deque[str]] = {}
+        self._clock = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `alloc` can hand out now."""
+        return self._owners.held[FREE]
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The most recent violations, oldest first; `num_violations` counts them all."""
+        return tuple(self._violations)
+
+    def new_owner(self, label: str, *, cached: bool = False) -> int:
+        """Register an owner and return its handle.
+
+        Args:
+            label: the name that reports and errors use: a request id, "tree".
+            cached: whether its pages count as cached (a tree) or as in use (a request).
+        """
+        return self._owners.add(label, cached=cached)
+
+    def drop_owner(self, owner: int) -> None:
+        """Forget an owner that has no pages left."""
+        if owner in (FREE, QUARANTINE) or not self._owners.is_live(owner):
+            self._violate("unknown", "drop_owner", None, self._owners.label(owner), "nobody")
+            return
+        if self._owners.held[owner & _SLOT_MASK]:
+            label = self._owners.label(owner)
+            leaked = self.pages_of(owner)
+            for page in leaked.tolist():
+                self._violate("leaked", "drop_owner", page, label, label)
+            self._give("leak", leaked, owner, QUARANTINE)
+        self._owners.remove(owner)
+
+    def alloc(self, num_pages: int, owner: int) -> PageIds:
+        """Hand out pages, ascending where the free list allows it.
+
+        Raises:
+            PageError: more than `num_free` pages, or an unknown owner; nothing has changed.
+        """
+        top = self.num_free
+        if not 0 <= num_pages <= top:
+            raise PageError(
+                f"alloc of {num_pages} pages for {self._owners.label(owner)!r}: {top} of "
+                f"{self.num_pages} are free; evict or wait first"
+            )
+        self._require_live("alloc", owner)
+        if self._num_unordered >= self.num_pages:
+            self._order_free()
+        page_ids = self._free[top - num_pages : top][::-1].copy()
+        self._give("alloc", page_ids, FREE, owner)
+        return page_ids
+
+    def transfer(self, page_ids: PageIds, from_owner: int, to_owner: int) -> int:
+        """Move pages between owners and return how many moved.
+
+        All of them move, or, when service goes on after a misuse, those before the first offending
+        one: a tree must not store what lies behind a page that is not its caller's.
+        """
+        self._require_live("transfer", to_owner)
+        clean = self._vet("transfer", page_ids, from_owner)
+        num_moved = len(page_ids) if clean is None else int(clean.argmin())
+        self._give("transfer", page_ids[:num_moved], from_owner, to_owner)
+        return num_moved
+
+    def free(self, page_ids: PageIds, owner: int) -> int:
+        """Give pages back and return how many came free (all, unless a misuse was survived)."""
+        clean = self._vet("free", page_ids, owner)
+        if clean is not None:
+            page_ids = page_ids[clean]
+        num_freed = len(page_ids)
+        top = self.num_free
+        self._free[top : top + num_freed] = page_ids[::-1]
+        self._num_unordered += num_freed
+        self._give("free", page_ids, owner, FREE)
+        return num_freed
+
+    def counts(self) -> PageCounts:
+        """Pages by kind of owner."""
+        held = self._owners.held
+        cached = sum(held[slot] for slot in self._owners.cached_slots)
+        return PageCounts(
+            total=self.num_pages,
+            free=held[FREE],
+            cached=cached,
+            in_use=self.num_pages - held[FREE] - held[QUARANTINE] - cached,
+            quarantined=held[QUARANTINE],
+        )
+
+    def check(
+        self, holdings: Mapping[int, int] | None = None, *, num_cached: int | None = None
+    ) -> bool:
+        """Compare every count with the owner table itself; tolerance zero; O(num_pages).
+
+        Args:
+            holdings: pages that each owner believes to have, by handle.
+            num_cached: pages that the trees believe to have, in all.
+
+        Returns:
+            Whether everything agrees. In debug mode a disagreement raises instead.
+        """
+        problem = self._disagreement(holdings or {}, num_cached)
+        if problem is not None:
+            self._violate("sum", "check", None, "ledger", problem)
+        return problem is None
+
+    def pages_of(self, owner: int) -> PageIds:
+        """All pages of an owner, ascending; O(num_pages), for reports and tests."""
+        return np.flatnonzero(self._owner == owner).astype(np.int32)
+
+    def owner_of(self, page_id: int) -> str:
+        """Name of the owner of a page."""
+        if not 0 <= page_id < self.num_pages:
+            raise PageError(f"page {page_id} is outside [0, {self.num_pages})")
+        return self._owners.label(int(self._owner[page_id]))
+
+    def _give(self, operation: str, page_ids: PageIds, from_owner: int, to_owner: int) -> None:
+        if not len(page_ids):
+            return
+        self._owner[page_ids] = to_owner
+        self._owners.held[from_owner & _SLOT_MASK] -= len(page_ids)
+        self._owners.held[to_owner & _SLOT_MASK] += len(page_ids)
+        if self.debug:
+            self._clock += 1
+            names = f"{self._owners.label(from_owner)} -> {self._owners.label(to_owner)}"
+            for page in page_ids.tolist():
+                ring = self._history.setdefault(page, deque(maxlen=_HISTORY))
+                ring.append(f"#{self._clock} {operation} {names}")
+
+    def _order_free(self) -> None:
+        ordered = np.flatnonzero(self._owner == FREE)[::-1]
+        self._free[: len(ordered)] = ordered
+        self._num_unordered = 0
+
+    def _require_live(self, operation: str, owner: int) -> None:
+        if owner in (FREE, QUARANTINE) or not self._owners.is_live(owner):
+            raise PageError(
+                f"{operation}: {owner} is no owner's handle; take one from new_owner and use it "
+                "only until drop_owner"
+            )
+
+    def _vet(self, operation: str, page_ids: PageIds, owner: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the pages the caller may give away; None if all of them (the usual case)."""
+        assert page_ids.dtype == np.int32, page_ids.dtype
+        assert page_ids.ndim == 1, page_ids.shape
+        if owner in (FREE, QUARANTINE):
+            self._require_live(operation, owner)
+        if not page_ids.size:
+            return None
+        # A negative id is a huge unsigned one, so one comparison covers both ends.
+        if int(page_ids.view(np.uint32).max()) < self.num_pages:
+            order = np.arange(page_ids.size, dtype=np.int32)
+            self._scratch[page_ids] = order
+            # Of two equal ids one has overwritten the mark of the other.
+            unique = bool((self._scratch[page_ids] == order).all())
+            if unique and bool((self._owner[page_ids] == owner).all()):
+                return None
+        return self._convict(operation, page_ids, owner)
+
+    def _convict(self, operation: str, page_ids: PageIds, owner: int) -> npt.NDArray[np.bool_]:
+        caller = self._owners.label(owner)
+        pages = page_ids.tolist()
+        convicted: set[int] = set()
+        for page, times in Counter(pages).items():
+            kind = self._kind_of_misuse(page, owner, times)
+            if kind is None:
+                continue
+            holder = self.owner_of(page) if kind != "out_of_range" else "nobody"
+            self._violate(kind, operation, page, caller, holder)
+            convicted.add(page)
+            if kind == "already_free":
+                # Somebody still uses it: it must not be handed out.
+                self._give("quarantine", np.array([page], np.int32), FREE, QUARANTINE)
+            elif kind == "duplicate":
+                # Two positions of one request shared it; who else reads it can't be known.
+                self._give("quarantine", np.array([page], np.int32), owner, QUARANTINE)
+        self._order_free()
+        return np.array([page not in convicted for page in pages], np.bool_)
+
+    def _kind_of_misuse(self, page: int, owner: int, times: int) -> ViolationKind | None:
+        if not 0 <= page < self.num_pages:
+            return "out_of_range"
+        holder = int(self._owner[page])
+        if holder == FREE:
+            return "already_free"
+        if holder == QUARANTINE:
+            return "quarantined"
+        if holder != owner:
+            return "foreign"
+        return "duplicate" if times > 1 else None
+
+    def _violate(
+        self, kind: ViolationKind, operation: str, page: int | None, caller: str, owner: str
+    ) -> None:
+        if self.debug:
+            raise PageError(self._explain(kind, operation, page, caller, owner))
+        self.num_violations += 1
+        self._violations.append(
+            Violation(kind=kind, operation=operation, page=page, caller=caller, owner=owner)
+        )
+
+    def _explain(
+        self, kind: ViolationKind, operation: str, page: int | None, caller: str, owner: str
+    ) -> str:
+        if page is None:
+            return f"{operation} by {caller!r}: {kind}: {owner}"
+        if kind == "out_of_range":
+            return f"{operation} by {caller!r}: page {page} is outside [0, {self.num_pages})"
+        history = "; ".join(self._history.get(page, ())) or "never handed out"
+        said = {"duplicate": "named twice in one call", "leaked": "still held"}.get(kind, kind)
+        return (
+            f"{operation} by {caller!r}: page {page} is {said}; its owner is {owner!r}; "
+            f"history: {history}"
+        )
+
+    def _disagreement(self, holdings: Mapping[int, int], num_cached: int | None) -> str | None:
+        owners, counts = self._owners, self.counts()
+        actual = np.bincount(self._owner & _SLOT_MASK, minlength=len(owners.held))
+        for slot in np.flatnonzero(actual != np.array(owners.held)).tolist():
+            return f"{owners.labels[slot]!r} counts {owners.held[slot]} pages, has {actual[slot]}"
+        if not bool(owners.are_live(self._owner).all()):
+            return "a page belongs to an owner that was dropped"
+        stack = self._free[: counts.free]
+        if not np.array_equal(np.sort(stack), np.flatnonzero(self._owner == FREE)):
+            return "the free list is not the set of free pages"
+        if sum(owners.held) != self.num_pages or counts.in_use < 0:
+            return f"{counts} does not add up"
+        for owner, claimed in holdings.items():
+            held = owners.held[owner & _SLOT_MASK] if owners.is_live(owner) else 0
+            if held != claimed:
+                return f"{owners.label(owner)!r} claims {claimed} pages, has {held}"
+        if num_cached is not None and num_cached != counts.cached:
+            return f"the trees claim {num_cached} pages, have {counts.cached}"
+        return None
+
+
+class _Owners:
+    """Names and counts by slot. A slot is reused, a handle is not: its generation differs."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.labels = ["free", "quarantine"]
+        self.held = [num_pages, 0]
+        self.cached_slots: set[int] = set()
+        self._handles = [FREE, QUARANTINE]
+        self._unused: list[int] = []
+
+    def add(self, label: str, *, cached: bool) -> int:
+        if self._unused:
+            slot = self._unused.pop()
+            self._handles[slot] += 1 << _SLOT_BITS
+            self.labels[slot] = label
+        else:
+            slot = len(self.labels)
+            assert slot <= _SLOT_MASK, slot
+            self._handles.append(slot)
+            self.labels.append(label)
+            self.held.append(0)
+        if cached:
+            self.cached_slots.add(slot)
+        return self._handles[slot]
+
+    def remove(self, owner: int) -> None:
+        slot = owner & _SLOT_MASK
+        # The dropped handle must not pass for live until the slot is used again.
+        self._handles[slot] += 1 << _SLOT_BITS
+        self.labels[slot] = "nobody"
+        self.cached_slots.discard(slot)
+        self._unused.append(slot)
+
+    def is_live(self, owner: int) -> bool:
+        slot = owner & _SLOT_MASK
+        return owner >= 0 and slot < len(self._handles) and self._handles[slot] == owner
+
+    def are_live(self, owners: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        live: npt.NDArray[np.bool_] = np.array(self._handles)[owners & _SLOT_MASK] == owners
+        return live
+
+    def label(self, owner: int) -> str:
+        return self.labels[owner & _SLOT_MASK] if self.is_live(owner) else f"dropped owner {owner}"

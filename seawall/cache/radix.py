@@ -1,0 +1,256 @@
+"""The radix cache: a tree of token prefixes whose edges are whole pages.
+
+Owns the tree, the lock counts and the eviction order; the pages it stores are its own in the page
+ledger. It knows nothing of requests. Written by leases only.
+
+    root --"page of tokens" (with the extra key)--> node [tokens, page ids] --> node ... --> leaf
+
+    evictable   pages of nodes without locks. A lock counts on every node up to the root, so below
+                an unlocked node nothing is locked and all of them can be evicted, leaves first.
+    queue       a heap with at most one entry a node, keyed by the (priority, last_used) that the
+                node had when it was queued. Both only grow, so an entry is never late: one that is
+                out of date is put back with today's key, one that is no unlocked leaf is dropped
+                and comes back when it is one again.
+
+Cost: a lookup takes one dictionary probe a node and one vectorised comparison of the tokens it
+passes; a lock takes its depth; an eviction O(log nodes) a leaf. Time is a counter of calls.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from seawall.cache.node import TreeNode
+from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.prefix import CacheStats, InsertResult, Match, PrefixKey, common_length
+from seawall.core.errors import PageError
+
+_TRIM_PARTS = 16
+
+_NO_PAGES: PageIds = np.empty(0, np.int32)
+_NO_PAGES.flags.writeable = False
+
+
+@dataclass(slots=True)
+class _Totals:
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    node_visits: int = 0
+
+
+class RadixCache:
+    """A PrefixCache that keeps what it is given until the pages are needed."""
+
+    def __init__(self, ledger: PageLedger, page_size: int) -> None:
+        assert page_size > 0, page_size
+        self.root = TreeNode(tokens=_NO_PAGES, page_ids=_NO_PAGES, edge=b"", parent=None, serial=0)
+        self.num_evictable = 0
+        self.num_protected = 0
+        self._num_nodes = 0
+        self._ledger = ledger
+        self._page_size = page_size
+        self._owner = ledger.new_owner("tree", cached=True)
+        self._queue: list[tuple[int, int, int, TreeNode]] = []
+        self._clock = 0
+        self._serial = 0
+        self._totals = _Totals()
+
+    def match(self, key: PrefixKey) -> Match:
+        """Find the longest stored prefix, in whole pages, and mark it as used.
+
+        A node that matches in part is split, so that the match ends at a node's end and a lock
+        protects the matched pages and no others.
+        """
+        num_pages = len(key) // self._page_size
+        node, found = self._walk(key, num_pages)
+        page_ids = np.concatenate(found) if found else _NO_PAGES
+        num_tokens = len(page_ids) * self._page_size
+        self._totals.lookups += 1
+        self._totals.lookup_tokens += len(key)
+        self._totals.hit_tokens += num_tokens
+        return Match(page_ids=page_ids, num_tokens=num_tokens, node=node)
+
+    def lock(self, node: TreeNode) -> None:
+        """Protect the prefix that ends in `node` from eviction; O(depth)."""
+        if node.parent is None and node is not self.root:
+            raise PageError("lock of a node that was evicted; lock right after match or insert")
+        step: TreeNode | None = node
+        while step is not None:
+            self._totals.node_visits += 1
+            if step.num_locks == 0:
+                self.num_evictable -= len(step.page_ids)
+                self.num_protected += len(step.page_ids)
+            step.num_locks += 1
+            step = step.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo one lock; O(depth)."""
+        if node.num_locks == 0:
+            raise PageError("unlock of a node that is not locked; unlock once for each lock")
+        step: TreeNode | None = node
+        while step is not None:
+            self._totals.node_visits += 1
+            step.num_locks -= 1
+            if step.num_locks == 0:
+                self.num_evictable += len(step.page_ids)
+                self.num_protected -= len(step.page_ids)
+                self._offer(step)
+            step = step.parent
+
+    def insert(
+        self, key: PrefixKey, page_ids: PageIds, owner: int, *, priority: int = 0
+    ) -> InsertResult:
+        """Store the whole pages of a key that both the key and `page_ids` cover.
+
+        Those not yet stored pass from `owner` to the tree and make one new leaf.
+        """
+        num_pages = min(len(key) // self._page_size, len(page_ids))
+        node, found = self._walk(key, num_pages, priority)
+        num_existing = sum(map(len, found))
+        fresh = page_ids[num_existing:num_pages]
+        num_moved = self._ledger.transfer(fresh, owner, self._owner) if len(fresh) else 0
+        if num_moved:
+            node = self._attach(node, key, num_existing, fresh[:num_moved].copy(), priority)
+            found.append(node.page_ids)
+        held = np.concatenate(found) if found else _NO_PAGES
+        return InsertResult(node=node, page_ids=held, num_existing=num_existing)
+
+    def evict(self, num_pages: int) -> int:
+        """Free at least that many unlocked pages, or all there are; returns how many.
+
+        Of a leaf that has more than is needed only the tail goes, but at least one part in
+        _TRIM_PARTS, so that taking page after page from a long leaf copies O(1) pages for each.
+        """
+        evicted: list[PageIds] = []
+        num_evicted = 0
+        while num_evicted < num_pages:
+            leaf = self._next_leaf()
+            if leaf is None:
+                break
+            size = len(leaf.page_ids)
+            keep = size - max(num_pages - num_evicted, -(-size // _TRIM_PARTS))
+            if keep > 0:
+                self._split(leaf, keep)
+            self._remove(leaf)
+            evicted.append(leaf.page_ids)
+            num_evicted += len(leaf.page_ids)
+        if not evicted:
+            return 0
+        self._totals.evicted_pages += num_evicted
+        return self._ledger.free(np.concatenate(evicted), self._owner)
+
+    def reset(self) -> bool:
+        """Free everything unlocked; returns whether the tree is now empty."""
+        self.evict(self.num_evictable)
+        return self._num_nodes == 0
+
+    def stats(self) -> CacheStats:
+        """Sizes and totals."""
+        totals = self._totals
+        return CacheStats(
+            evictable_pages=self.num_evictable,
+            protected_pages=self.num_protected,
+            num_nodes=self._num_nodes,
+            num_lookups=totals.lookups,
+            lookup_tokens=totals.lookup_tokens,
+            hit_tokens=totals.hit_tokens,
+            evicted_pages=totals.evicted_pages,
+            node_visits=totals.node_visits,
+        )
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Every node but the root, parents first; for reports and tests."""
+        pending = list(self.root.children.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def _walk(
+        self, key: PrefixKey, num_pages: int, priority: int | None = None
+    ) -> tuple[TreeNode, list[PageIds]]:
+        """Follow a key down; returns the node at the end of its stored part, and the pages."""
+        self._clock += 1
+        size = self._page_size
+        node, found, done = self.root, list[PageIds](), 0
+        while done < num_pages:
+            self._totals.node_visits += 1
+            child = node.children.get(self._edge(key, done))
+            if child is None:
+                break
+            same = common_length(child.tokens, key.tokens[done * size : num_pages * size]) // size
+            if same < len(child.page_ids):
+                child = self._split(child, same)
+            child.last_used = self._clock
+            if priority is not None:
+                child.priority = max(child.priority, priority)
+            found.append(child.page_ids)
+            done += same
+            node = child
+        return node, found
+
+    def _edge(self, key: PrefixKey, page: int) -> bytes:
+        start = page * self._page_size
+        tokens = key.tokens[start : start + self._page_size].tobytes()
+        if page or key.extra_key is None:
+            return tokens
+        # Tokens have a fixed length, so what stands in front of them is unambiguous; the mark tells
+        # an empty extra key from none.
+        return b"+" + key.extra_key.encode("utf-8", "surrogatepass") + tokens
+
+    def _attach(
+        self, parent: TreeNode, key: PrefixKey, start: int, page_ids: PageIds, priority: int
+    ) -> TreeNode:
+        size = self._page_size
+        self._serial += 1
+        leaf = TreeNode(
+            tokens=key.tokens[start * size : (start + len(page_ids)) * size].copy(),
+            page_ids=page_ids,
+            edge=self._edge(key, start),
+            parent=parent,
+            serial=self._serial,
+        )
+        leaf.last_used = self._clock
+        leaf.priority = priority
+        parent.children[leaf.edge] = leaf
+        self._num_nodes += 1
+        self.num_evictable += len(page_ids)
+        self._offer(leaf)
+        return leaf
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        self._serial += 1
+        self._num_nodes += 1
+        return node.split(num_pages, self._serial)
+
+    def _remove(self, leaf: TreeNode) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.edge]
+        leaf.parent = None
+        self._num_nodes -= 1
+        self.num_evictable -= len(leaf.page_ids)
+        self._offer(parent)
+
+    def _offer(self, node: TreeNode) -> None:
+        """Queue a node for eviction if it is an unlocked leaf."""
+        if node.queued or node.children or node.num_locks or node is self.root:
+            return
+        node.queued = True
+        heapq.heappush(self._queue, (node.priority, node.last_used, node.serial, node))
+
+    def _next_leaf(self) -> TreeNode | None:
+        """Take the unlocked leaf that goes first out of the queue."""
+        while self._queue:
+            priority, last_used, _, node = heapq.heappop(self._queue)
+            self._totals.node_visits += 1
+            node.queued = False
+            if (node.priority, node.last_used) != (priority, last_used):
+                self._offer(node)
+            elif not node.children and not node.num_locks:
+                return node
+        return None

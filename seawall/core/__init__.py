@@ -1,0 +1,1 @@
+"""Values and vocabulary shared by every package: config, params, requests, steps, errors."""

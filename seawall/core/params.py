@@ -1,0 +1,389 @@
+"""What one request asks for: sampling parameters and logprobs, validated once at the edge.
+
+Names and defaults are SGLang's (`sampling_params`). Names that nobody knows are refused, and so
+are known ones whose feature has not been built yet: nothing is silently ignored.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from seawall.core.errors import RequestError
+
+LogprobsMode = Literal["raw", "processed"]
+
+DEFAULT_MAX_NEW_TOKENS = 128
+MAX_SAMPLES = 4096
+# SGLang reads temperatures below this as greedy.
+GREEDY_TEMPERATURE = 1e-6
+_MAX_STOP_CHARS = 4096
+_MAX_STOPS = 64
+_NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width")
+_NEUTRAL_ONLY = ("custom_params", "stream_interval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request draws its tokens.
+
+    Attributes:
+        max_new_tokens: most tokens to write; 0 scores the prompt and draws nothing; None means
+            128, or fewer when the context ends sooner.
+        temperature: 0 is greedy.
+        top_k: keep the k best (-1 keeps all), then `top_p` of the mass that is left, then
+            `min_p` relative to the best: in this order.
+        repetition_penalty: on prompt and output tokens; the other two penalties on output only.
+        logit_bias: (token id, value) pairs added to the logits.
+        sampling_seed: draws depend on (seed, sample index, position) alone; None takes one from
+            the engine's generator at arrival.
+    """
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    sampling_seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken, whatever the noise."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on the tokens seen so far."""
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @classmethod
+    def parse(cls, raw: "Mapping[str, object] | SamplingParams | None") -> "SamplingParams":
+        """Validate a user's mapping.
+
+        Raises:
+            RequestError: an unknown name, a feature that is not built, or a value out of range.
+        """
+        if raw is None:
+            return cls()
+        if isinstance(raw, SamplingParams):
+            return raw
+        if not isinstance(raw, Mapping):
+            raise RequestError(
+                f"sampling_params: got {type(raw).__name__}; give a mapping of names to values"
+            )
+        return cls(**_checked(raw))  # type: ignore[arg-type]  # values were checked by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobSpec:
+    """Which logprobs a request wants back.
+
+    Attributes:
+        start_len: first prompt position that is reported; None (-1 on the wire) reports outputs
+            only.
+        top_k: best tokens a position.
+        token_ids: ids whose logprob is wanted at every position.
+        mode: scale of output logprobs; `processed` is after penalties, bias and temperature and
+            before top-k, top-p and min-p.
+        prompt_temperature: scale of prompt logprobs; 1 is raw.
+    """
+
+    wanted: bool = False
+    start_len: int | None = None
+    top_k: int = 0
+    token_ids: tuple[int, ...] = ()
+    mode: LogprobsMode = "processed"
+    prompt_temperature: float = 1.0
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether any prompt position is reported."""
+        return self.wanted and self.start_len is not None
+
+
+def parse_logprobs(
+    *,
+    return_logprob: bool,
+    logprob_start_len: int | None,
+    top_logprobs_num: int | None,
+    token_ids_logprob: Sequence[int] | None,
+    mode: str | None,
+    default_mode: LogprobsMode,
+    sampling: SamplingParams,
+) -> LogprobSpec:
+    """Validate the logprob arguments of one request (contract: `generate`).
+
+    Raises:
+        RequestError: a value out of range, or an unknown mode.
+    """
+    if mode not in (None, "raw", "processed"):
+        raise RequestError(f"logprobs_mode: got {mode!r}; choose 'raw' or 'processed'")
+    if not return_logprob:
+        return LogprobSpec()
+    start = -1 if logprob_start_len is None else _integer("logprob_start_len", logprob_start_len)
+    if start < -1:
+        raise RequestError(f"logprob_start_len: got {start}, the least is -1 (outputs only)")
+    top_k = 0 if top_logprobs_num is None else _integer("top_logprobs_num", top_logprobs_num)
+    if top_k < 0:
+        raise RequestError(f"top_logprobs_num: got {top_k}, the least is 0; give the count wanted")
+    token_ids = _id_tuple("token_ids_logprob", token_ids_logprob)
+    scaled = mode == "processed" and not sampling.is_greedy
+    return LogprobSpec(
+        wanted=True,
+        start_len=None if start < 0 else start,
+        top_k=top_k,
+        token_ids=token_ids,
+        mode=default_mode if mode is None else ("raw" if mode == "raw" else "processed"),
+        prompt_temperature=sampling.temperature if scaled else 1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What the running engine can hold; every request is checked against it at admission."""
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    max_top_k: int
+    max_token_ids: int
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence, prompt and output together, that can ever be held."""
+        return min(self.context_length, self.max_total_tokens)
+
+
+def check_prompt(ids: Sequence[int], limits: RequestLimits) -> None:
+    """Refuse prompts that are empty, hold ids out of range, or are longer than the engine holds.
+
+    Raises:
+        RequestError: with value, limit and fix.
+    """
+    if len(ids) == 0:
+        raise RequestError("prompt: got 0 tokens, the least is 1; give some text or input_ids")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < limits.vocab_size:
+            raise RequestError(
+                f"input_ids: got id {token}, the vocabulary is [0, {limits.vocab_size}); "
+                "tokenise with this model's tokenizer"
+            )
+    if len(ids) > limits.max_tokens:
+        name = _binding_limit(limits)
+        raise RequestError(
+            f"prompt: got {len(ids)} tokens, {name} is {limits.max_tokens}; shorten the prompt "
+            f"or raise {name}"
+        )
+
+
+def resolve_max_new(params: SamplingParams, num_prompt: int, limits: RequestLimits) -> int:
+    """Most tokens this request may write: as asked, or what the context leaves when not asked.
+
+    Raises:
+        RequestError: prompt and asked output together exceed what the engine can hold.
+    """
+    room = limits.max_tokens - num_prompt
+    if params.max_new_tokens is None:
+        return min(DEFAULT_MAX_NEW_TOKENS, room)
+    if params.max_new_tokens > room:
+        name = _binding_limit(limits)
+        raise RequestError(
+            f"max_new_tokens: got {params.max_new_tokens} after a prompt of {num_prompt} tokens, "
+            f"{name} is {limits.max_tokens}; ask for at most {room}"
+        )
+    return params.max_new_tokens
+
+
+def check_against_model(
+    params: SamplingParams, logprob: LogprobSpec, num_prompt: int, limits: RequestLimits
+) -> None:
+    """Refuse what only the loaded model can tell: ids and counts beyond its vocabulary.
+
+    Raises:
+        RequestError: with value, limit and fix.
+    """
+    named = (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(token for token, _ in params.logit_bias)),
+        ("token_ids_logprob", logprob.token_ids),
+    )
+    for name, ids in named:
+        for token in ids:
+            if not 0 <= token < limits.vocab_size:
+                raise RequestError(
+                    f"{name}: got id {token}, the vocabulary is [0, {limits.vocab_size}); "
+                    "use ids of this model's tokenizer"
+                )
+    if logprob.top_k > limits.max_top_k:
+        raise RequestError(
+            f"top_logprobs_num: got {logprob.top_k}, the limit is {limits.max_top_k} (vocabulary "
+            f"{limits.vocab_size}, logits_workspace); ask for fewer"
+        )
+    if len(logprob.token_ids) > limits.max_token_ids:
+        raise RequestError(
+            f"token_ids_logprob: got {len(logprob.token_ids)} ids, the limit is "
+            f"{limits.max_token_ids}; ask for fewer or raise logits_workspace"
+        )
+    if logprob.start_len is not None and logprob.start_len > num_prompt:
+        raise RequestError(
+            f"logprob_start_len: got {logprob.start_len}, the prompt has {num_prompt} tokens; "
+            "give a position inside the prompt"
+        )
+    if params.n > 1 and params.max_new_tokens == 0:
+        raise RequestError(
+            f"n: got {params.n} with max_new_tokens 0; scoring gives one result, use n=1"
+        )
+
+
+def _binding_limit(limits: RequestLimits) -> str:
+    binding_pool = limits.max_total_tokens < limits.context_length
+    return "max_total_tokens" if binding_pool else "context_length"
+
+
+# -- parsing of one value at a time ----------------------------------------------------------
+
+
+def _checked(raw: Mapping[str, object]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    known = {f.name for f in fields(SamplingParams)}
+    for name, value in raw.items():
+        if name in known:
+            if value is not None:
+                values[name] = _PARSERS[name](name, value)
+        elif name in _NOT_BUILT:
+            if value is not None:
+                raise RequestError(f"{name}: not built yet in this version; leave it out")
+        elif name in _NEUTRAL_ONLY:
+            if value not in (None, 1):
+                raise RequestError(f"{name}: got {value!r}, not supported; leave it out")
+        else:
+            raise RequestError(f"sampling_params: unknown name {name!r}; see docs for the list")
+    _check_ranges(values)
+    return values
+
+
+def _check_ranges(values: dict[str, object]) -> None:
+    limits: dict[str, tuple[float, float]] = {
+        "min_new_tokens": (0, math.inf),
+        "max_new_tokens": (0, math.inf),
+        "temperature": (0, 1e4),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "frequency_penalty": (-2, 2),
+        "presence_penalty": (-2, 2),
+        "repetition_penalty": (0, 2),
+        "n": (1, MAX_SAMPLES),
+        "sampling_seed": (-(2**63), 2**63 - 1),
+    }
+    for name, (low, high) in limits.items():
+        value = values.get(name)
+        if isinstance(value, int | float) and not low <= value <= high:
+            raise RequestError(f"{name}: got {value}, the range is [{low}, {high}]; change it")
+    for name in ("top_p", "repetition_penalty"):
+        if values.get(name) == 0:
+            raise RequestError(f"{name}: got 0, it must be above 0; 1 turns it off")
+    top_k = values.get("top_k", -1)
+    if isinstance(top_k, int) and top_k < -1:
+        raise RequestError(f"top_k: got {top_k}, the least is -1 (off); give a positive count")
+    least, most = values.get("min_new_tokens", 0), values.get("max_new_tokens")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        raise RequestError(
+            f"min_new_tokens: got {least}, max_new_tokens is {most}; lower the first"
+        )
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        raise RequestError(f"{name}: got {value!r}, an integer is needed")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name}: got {value!r}, a number is needed")
+    if not math.isfinite(value):
+        raise RequestError(f"{name}: got {value}, a finite number is needed")
+    return float(value)
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: got {value!r}, true or false is needed")
+    return value
+
+
+def _id_tuple(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise RequestError(f"{name}: got {value!r}, a list of token ids is needed")
+    return tuple(_integer(name, item) for item in value)
+
+
+def _stops(name: str, value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+        raise RequestError(f"{name}: got {value!r}, a string or a list of strings is needed")
+    if any(not item for item in items):
+        raise RequestError(f"{name}: got an empty string, which would stop at once; remove it")
+    if len(items) > _MAX_STOPS or sum(len(i) for i in items) > _MAX_STOP_CHARS:
+        raise RequestError(
+            f"{name}: got {len(items)} strings of {sum(len(i) for i in items)} characters, the "
+            f"limits are {_MAX_STOPS} and {_MAX_STOP_CHARS}; give fewer or shorter ones"
+        )
+    return tuple(items)
+
+
+def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name}: got {value!r}, a mapping of token id to number is needed")
+    pairs = []
+    for token, amount in value.items():
+        text = str(token)
+        if not text.isdecimal():
+            raise RequestError(f"{name}: got key {token!r}, a token id is needed")
+        pairs.append((int(text), _number(name, amount)))
+    return tuple(sorted(pairs))
+
+
+_PARSERS = {
+    "max_new_tokens": _integer,
+    "min_new_tokens": _integer,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _integer,
+    "min_p": _number,
+    "frequency_penalty": _number,
+    "presence_penalty": _number,
+    "repetition_penalty": _number,
+    "stop": _stops,
+    "stop_token_ids": _id_tuple,
+    "n": _integer,
+    "ignore_eos": _boolean,
+    "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
+    "no_stop_trim": _boolean,
+    "logit_bias": _bias,
+    "sampling_seed": _integer,
+}

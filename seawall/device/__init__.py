@@ -1,0 +1,1 @@
+"""What touches the device: the runtime, the arena of long-lived tensors and the byte meters."""

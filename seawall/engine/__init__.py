@@ -1,0 +1,1 @@
+"""The composition root and the loop that drives scheduler and runner."""

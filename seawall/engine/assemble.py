@@ -1,0 +1,227 @@
+"""The composition root: plan -> ledger -> arena -> parts -> warm-up -> seal.
+
+The only place where parts meet. Nothing long-lived is made after `seal`; the worst-case warm-up
+has run before it, and what it measured is held against the plan: an account that passed its plan
+refuses the start instead of surprising a user later.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from seawall.attention.torch_sdpa import TorchAttention
+from seawall.cache.chunk import ChunkCache
+from seawall.cache.lease import LeaseBook
+from seawall.cache.pages import PageLedger
+from seawall.cache.radix import RadixCache
+from seawall.core.config import EngineConfig
+from seawall.core.errors import BudgetError
+from seawall.core.params import RequestLimits
+from seawall.device.arena import Arena
+from seawall.device.dtypes import torch_dtype
+from seawall.device.meter import Meter, NullMeter, Reading
+from seawall.device.tracker import Tracker
+from seawall.engine.core import EngineCore
+from seawall.engine.planning import EnginePlan
+from seawall.engine.reporting import Reporter
+from seawall.kv.pool import KVPool
+from seawall.memory.footprint import Limits
+from seawall.memory.footprint_step import NUM_STEP_SETS
+from seawall.memory.ledger import Ledger
+from seawall.models.registry import load_model
+from seawall.runner.buffers import SeatTables, StepBuffers
+from seawall.runner.runner import Runner
+from seawall.runner.scoring import Scorer
+from seawall.runner.warmup import WarmupShape, warm_up
+from seawall.scheduler.scheduler import Scheduler, SchedulerLimits
+
+# Ids asked for at every position cost workspace and result bytes; more have no known use.
+MAX_TOKEN_IDS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A core ready to be driven, and what its owner needs to know of it."""
+
+    plan: EnginePlan
+    core: EngineCore
+    runner: Runner
+    arena: Arena
+    meter: Meter
+    request_limits: RequestLimits
+    random_seed: int
+    reporter: Reporter
+    config: EngineConfig = field(repr=False)
+
+    def memory_report(self) -> dict[str, object]:
+        """See the contract; called on the core thread."""
+        return self.reporter.memory_report()
+
+    def server_info(self) -> dict[str, object]:
+        """Resolved arguments, limits and counters; called on the core thread."""
+        counts = self.core.scheduler.counts
+        return {
+            **asdict(self.config.model),
+            **asdict(self.config.memory),
+            **asdict(self.config.schedule),
+            "device": self.config.device,
+            "dtype": self.plan.dtype,
+            "context_length": self.plan.limits.context_length,
+            "max_total_num_tokens": self.plan.max_total_tokens,
+            "random_seed": self.random_seed,
+            "logprobs_mode": self.config.logprobs_mode,
+            "internal_states": [asdict(counts)],
+        }
+
+    def close(self) -> None:
+        """Give the device memory back; the core must have stopped."""
+        self.arena.close()
+
+
+def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
+    """Build everything the plan says, run the worst case, and seal.
+
+    Raises:
+        ModelError: the weights cannot be used.
+        BudgetError: the worst case took more than its account.
+    """
+    seed = secrets.randbits(31) if config.random_seed is None else config.random_seed
+    counter = Tracker()
+    meter: Meter = counter if config.memory.debug_memory else NullMeter()
+    ledger = Ledger(plan.memory.lines)
+    with torch.inference_mode(), counter:
+        arena = Arena(ledger, torch.device(config.device), counter)
+        runner = _runner(config, plan, arena, meter, seed)
+        # Whatever loading left behind is gone now; what the warm-up takes is what steps take.
+        counter.reset_peaks()
+        with _metered(runner, counter):
+            warm_up(runner, _warmup_shape(plan))
+        warm = dict(counter.readings())
+        arena.seal()
+    _check_peaks(plan, warm)
+    counter.reset_peaks()
+    leases = _leases(config, plan)
+    host = Ledger(plan.host.lines)
+    core = EngineCore(
+        Scheduler(_scheduler_limits(config, plan), leases, host),
+        runner,
+        leases,
+        overlap=not config.schedule.disable_overlap_schedule,
+        check_pages=config.memory.debug_memory,
+    )
+    return Assembly(
+        plan=plan,
+        core=core,
+        runner=runner,
+        arena=arena,
+        meter=meter,
+        request_limits=_request_limits(plan),
+        random_seed=seed,
+        reporter=Reporter(plan=plan, device=ledger, host=host, meter=meter, warm=warm, core=core),
+        config=config,
+    )
+
+
+def _runner(
+    config: EngineConfig, plan: EnginePlan, arena: Arena, meter: Meter, seed: int
+) -> Runner:
+    spec, limits = plan.spec, plan.limits
+    model = load_model(
+        plan.folder,
+        spec,
+        plan.dtype,
+        arena,
+        load_format=config.model.load_format,  # type: ignore[arg-type]  # checked by the table
+        seed=seed,
+    )
+    pool = KVPool(
+        arena,
+        num_layers=spec.num_layers,
+        num_pages=plan.memory.num_pages,
+        page_size=limits.page_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch_dtype(plan.kv_dtype),
+    )
+    dtype = torch_dtype(plan.dtype)
+    return Runner(
+        model=model,
+        attention=TorchAttention(
+            pool, arena, num_heads=spec.num_heads, scale=spec.softmax_scale, limits=limits
+        ),
+        scorer=Scorer(model.head, config.memory.logits_workspace),
+        sets=tuple(
+            StepBuffers(arena, limits, spec.hidden_size, dtype) for _ in range(NUM_STEP_SETS)
+        ),
+        seats=SeatTables(arena, limits),
+        meter=meter,
+    )
+
+
+@contextlib.contextmanager
+def _metered(runner: Runner, counter: Meter) -> Iterator[None]:
+    """The runner's scopes report to `counter`, whatever it runs with later."""
+    usual, runner.meter = runner.meter, counter
+    try:
+        yield
+    finally:
+        runner.meter = usual
+
+
+def _warmup_shape(plan: EnginePlan) -> WarmupShape:
+    return WarmupShape(
+        limits=plan.limits,
+        num_pages=plan.memory.num_pages,
+        vocab_size=plan.spec.vocab_size,
+        max_top_k=plan.max_top_k,
+    )
+
+
+def _check_peaks(plan: EnginePlan, warm: dict[str, Reading]) -> None:
+    for account, reading in warm.items():
+        have = plan.memory.lines.get(account, 0)
+        if reading.peak > have and account in plan.memory.lines:
+            raise BudgetError(
+                f"{account}: the worst-case step took {reading.peak} bytes, the plan has {have}; "
+                "lower chunked_prefill_size or max_running_requests and report this",
+                plan.table(),
+            )
+
+
+def _leases(config: EngineConfig, plan: EnginePlan) -> LeaseBook:
+    ledger = PageLedger(plan.memory.num_pages, debug=config.memory.debug_memory)
+    page_size = plan.limits.page_size
+    if config.schedule.disable_radix_cache:
+        return LeaseBook(ledger, ChunkCache(ledger, page_size), page_size)
+    return LeaseBook(ledger, RadixCache(ledger, page_size), page_size)
+
+
+def _scheduler_limits(config: EngineConfig, plan: EnginePlan) -> SchedulerLimits:
+    limits: Limits = plan.limits
+    return SchedulerLimits(
+        max_running=limits.max_running,
+        prefill_tokens=limits.step_tokens - limits.max_running,
+        page_size=limits.page_size,
+        policy=config.schedule.schedule_policy,
+        conservativeness=config.schedule.schedule_conservativeness,
+        mixed=config.schedule.enable_mixed_chunk,
+        keeps_prefixes=not config.schedule.disable_radix_cache,
+        max_queued=config.schedule.max_queued_requests,
+        eos_token_ids=frozenset(plan.eos_token_ids),
+    )
+
+
+def _request_limits(plan: EnginePlan) -> RequestLimits:
+    return RequestLimits(
+        vocab_size=plan.spec.vocab_size,
+        context_length=plan.limits.context_length,
+        max_total_tokens=plan.max_total_tokens,
+        max_top_k=plan.max_top_k,
+        max_token_ids=min(MAX_TOKEN_IDS, plan.max_top_k),
+        eos_token_ids=plan.eos_token_ids,
+    )
+
+

@@ -1,0 +1,162 @@
+"""The engine core: one loop over intake, plan, launch, take the previous result, sample.
+
+    intake()                     messages from the front end
+    plan = scheduler.plan()      while the previous step may still be on the device
+    flight = runner.launch(plan)
+    finish(previous)             results to the scheduler, deltas to the front end
+    flight.sample(adjust)        every earlier token is known by now
+
+This is one of the two places that catch every exception: a fault ends the requests of its step
+with an error, their pages come back, and the next step runs.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from seawall.cache.lease import LeaseBook
+from seawall.core.errors import QueueFullError
+from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.wire import (
+    AbortRequest,
+    CacheFlushed,
+    FinishReason,
+    FinishRequest,
+    FlushCache,
+    FromCore,
+    GenerateRequest,
+    OutputDelta,
+    ToCore,
+)
+from seawall.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("seawall.engine")
+
+
+class Flight(Protocol):
+    """A launched step."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """What was launched."""
+
+    def sample(self, adjust: LogitAdjust | None) -> None:
+        """Draw its tokens."""
+
+    def wait(self) -> StepResult:
+        """Its result, on the host."""
+
+
+class Runner(Protocol):
+    """What the loop needs of a runner; tests drive the loop with one that computes nothing."""
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start a step."""
+
+
+class EngineCore:
+    """The loop's state: the step in flight. One thread calls it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        leases: LeaseBook,
+        *,
+        overlap: bool,
+        check_pages: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.leases = leases
+        self._runner = runner
+        self._overlap = overlap
+        self._check_pages = check_pages
+        self._in_flight: Flight | None = None
+        self._answers: list[FromCore] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another turn would do anything."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def intake(self, messages: Sequence[ToCore]) -> None:
+        """Take messages from the front end."""
+        for message in messages:
+            if isinstance(message, GenerateRequest):
+                self._add(message)
+            elif isinstance(message, AbortRequest):
+                self.scheduler.abort(message.rid)
+            elif isinstance(message, FinishRequest):
+                self.scheduler.finish(message)
+            else:
+                self._flush(message)
+
+    def turn(self) -> list[FromCore]:
+        """One turn of the loop; returns what is to be delivered."""
+        plan = self._plan()
+        flight = self._launch(plan)
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None:
+            self._finish(previous)
+        if flight is not None and self._sample(flight):
+            if self._overlap:
+                self._in_flight = flight
+            else:
+                self._finish(flight)
+        if self._check_pages or not self.has_work:
+            self.leases.check()
+        answers, self._answers = self._answers, []
+        return [*answers, *self.scheduler.take_outputs()]
+
+    def fail_all(self, message: str) -> list[FromCore]:
+        """End every request; what is in flight is dropped."""
+        self._in_flight = None
+        self.scheduler.abort(None, message)
+        return list(self.scheduler.take_outputs())
+
+    def _plan(self) -> StepPlan | None:
+        try:
+            return self.scheduler.plan(in_flight=self._in_flight is not None)
+        except Exception as error:  # process boundary: see the module's docstring
+            logger.exception("planning failed")
+            self.scheduler.abort(None, f"engine fault while planning: {error}")
+            return None
+
+    def _launch(self, plan: StepPlan | None) -> Flight | None:
+        if plan is None:
+            return None
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:  # process boundary: see the module's docstring
+            self._fail(plan, error)
+            return None
+
+    def _sample(self, flight: Flight) -> bool:
+        try:
+            flight.sample(self.scheduler.adjust(flight.plan))
+        except Exception as error:  # process boundary: see the module's docstring
+            self._fail(flight.plan, error)
+            return False
+        return True
+
+    def _finish(self, flight: Flight) -> None:
+        try:
+            self.scheduler.apply(flight.plan, flight.wait())
+        except Exception as error:  # process boundary: see the module's docstring
+            self._fail(flight.plan, error)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        logger.error("step %d failed", plan.step, exc_info=error)
+        self.scheduler.fail(plan, f"engine fault: {type(error).__name__}: {error}")
+
+    def _add(self, message: GenerateRequest) -> None:
+        try:
+            self.scheduler.add(message)
+        except QueueFullError as error:
+            reason = FinishReason(type="abort", message=str(error), status_code=503)
+            for index in range(message.sampling.n):
+                self._answers.append(OutputDelta(rid=message.rid, index=index, finish=reason))
+
+    def _flush(self, message: FlushCache) -> None:
+        done = not self.has_work and self.leases.cache.reset()
+        self._answers.append(CacheFlushed(ticket=message.ticket, done=done))

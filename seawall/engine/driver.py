@@ -1,0 +1,165 @@
+"""Drives an engine core in a thread of the caller's process.
+
+    caller threads --submit--> inbox --intake--> core.turn() --deliver--> mailboxes by request id
+
+The thread owns the core: nobody else calls it after `start`. Deliveries go to the mailbox that was
+registered for the request; mailboxes of finished requests are removed by whoever registered them.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import TypeVar
+
+from seawall.core.errors import EngineError
+from seawall.core.wire import CacheFlushed, FromCore, OutputDelta, ToCore
+from seawall.engine.core import EngineCore
+
+logger = logging.getLogger("seawall.engine")
+
+T = TypeVar("T")
+Mailbox = Callable[[FromCore], None]
+_IDLE_SECONDS = 60.0
+
+
+class _Stop:
+    """Asks the thread to end."""
+
+
+class _Call:
+    """A function to run on the core thread between two turns."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        self.done = threading.Event()
+        self.result: object = None
+        self.error: Exception | None = None
+
+
+class CoreThread:
+    """The thread, its inbox, and the mailboxes its results go to."""
+
+    def __init__(self, core: EngineCore, inside: AbstractContextManager[object]) -> None:
+        """`inside` is entered by the core thread for its whole life (the byte tracker)."""
+        self._core = core
+        self._inside = inside
+        self._inbox: queue.SimpleQueue[ToCore | _Stop | _Call] = queue.SimpleQueue()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._dead: str | None = None
+        self._thread = threading.Thread(target=self._run, name="seawall-core", daemon=True)
+        self._thread.start()
+
+    def submit(self, key: str, message: ToCore, mailbox: Mailbox) -> None:
+        """Send a message whose answers go to `mailbox`, called on the core thread.
+
+        Raises:
+            EngineError: the engine was shut down or its core died.
+        """
+        with self._lock:
+            self._check_alive()
+            self._mailboxes[key] = mailbox
+        self._inbox.put(message)
+
+    def send(self, message: ToCore) -> None:
+        """Send a message that is not answered."""
+        self._inbox.put(message)
+
+    def forget(self, key: str) -> None:
+        """Remove a mailbox; later deliveries for it are dropped."""
+        with self._lock:
+            self._mailboxes.pop(key, None)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the core thread, between two turns, and return its result.
+
+        Raises:
+            EngineError: the engine was shut down; otherwise whatever the function raises.
+        """
+        with self._lock:
+            self._check_alive()
+            call = _Call(function)
+            self._inbox.put(call)
+        call.done.wait()
+        if call.error is not None:
+            raise call.error
+        return call.result  # type: ignore[return-value]  # set by the function itself
+
+    def stop(self) -> None:
+        """End every request with an abort, then the thread."""
+        if self._thread.is_alive():
+            self._inbox.put(_Stop())
+            self._thread.join()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineError(f"engine: {self._dead}; make a new Engine")
+
+    def _run(self) -> None:
+        reason = "was shut down"
+        try:
+            with self._inside:
+                while self._take_messages():
+                    self._deliver(self._core.turn())
+        except BaseException as error:
+            logger.exception("the engine core died")
+            reason = f"core died of {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._close(reason)
+
+    def _take_messages(self) -> bool:
+        """Hand over what is in the inbox; wait for something when there is no work."""
+        messages: list[ToCore] = []
+        wait = not self._core.has_work
+        while True:
+            try:
+                item = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            wait = False
+            if isinstance(item, _Stop):
+                return False
+            if isinstance(item, _Call):
+                self._core.intake(messages)
+                messages = []
+                _run_call(item)
+            else:
+                messages.append(item)
+        self._core.intake(messages)
+        return True
+
+    def _deliver(self, answers: list[FromCore]) -> None:
+        for answer in answers:
+            key = answer.rid if isinstance(answer, OutputDelta) else _ticket_key(answer)
+            mailbox = self._mailboxes.get(key)
+            if mailbox is not None:
+                mailbox(answer)
+
+    def _close(self, reason: str) -> None:
+        with self._lock:
+            self._dead = reason
+        with suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, _Call):
+                    item.error = EngineError(f"engine: {reason}; make a new Engine")
+                    item.done.set()
+                elif not isinstance(item, _Stop):
+                    self._core.intake([item])
+        self._deliver(self._core.fail_all(f"engine {reason}"))
+
+
+def _run_call(call: _Call) -> None:
+    try:
+        call.result = call.function()
+    except Exception as error:  # handed to the caller, who raises it
+        call.error = error
+    call.done.set()
+
+
+def _ticket_key(answer: CacheFlushed) -> str:
+    return f"ticket {answer.ticket}"

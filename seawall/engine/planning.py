@@ -1,0 +1,261 @@
+"""From arguments to a memory plan, reading nothing but the model's config.json.
+
+Torch-free: `seawall plan` runs this on any laptop and prints what `Engine` would do.
+
+    arguments + config.json -> spec, limits -> footprints -> pages -> MemoryPlan
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from seawall.core.config import EngineConfig
+from seawall.core.errors import ConfigError
+from seawall.memory.footprint import (
+    Limits,
+    detokenizer_bytes,
+    page_ledger_bytes,
+    radix_bytes,
+    request_bytes,
+    requests_bytes,
+    results_bytes,
+)
+from seawall.memory.footprint_attention import (
+    attention_activation_bytes,
+    attention_workspace_bytes,
+    kv_page_bytes,
+)
+from seawall.memory.footprint_logits import min_workspace_bytes
+from seawall.memory.footprint_model import activation_bytes, weight_bytes
+from seawall.memory.footprint_step import (
+    logits_split,
+    max_top_k,
+    sampler_bytes,
+    step_buffer_bytes,
+)
+from seawall.memory.host import available_host_bytes, default_cpu_budget
+from seawall.memory.plan import HostPlan, MemoryPlan, solve, solve_host
+from seawall.memory.spec import ModelSpec, apply_overrides
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo_model"
+_QUARTER = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """Everything that is settled before the first byte is allocated.
+
+    Attributes:
+        folder: of the model; tokenizer_folder may be another.
+        memory: device accounts and the number of pages.
+        host: host accounts.
+        max_top_k: most best tokens one position may be asked for.
+        eos_token_ids: from generation_config.json and config.json.
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    spec: ModelSpec
+    dtype: str
+    kv_dtype: str
+    limits: Limits
+    memory: MemoryPlan
+    host: HostPlan
+    max_top_k: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens the KV pool holds."""
+        return self.memory.num_pages * self.memory.page_size
+
+    def table(self) -> str:
+        """Both plans as text."""
+        return f"{self.memory.table()}\n{self.host.table()}"
+
+
+def make_plan(config: EngineConfig, *, device_memory: int | None = None) -> EnginePlan:
+    """Plan all memory.
+
+    Args:
+        device_memory: bytes of the device planned for; None asks this host.
+
+    Raises:
+        ConfigError: no model there, or arguments that don't fit the model.
+        BudgetError: the accounts don't fit the budget; carries the table.
+    """
+    folder = model_folder(config.model.model_path)
+    raw = apply_overrides(read_json(folder / "config.json"), config.model.json_model_override_args)
+    spec = ModelSpec.from_config(raw, context_length=config.model.context_length)
+    budget = _budget(config, device_memory)
+    dtype = _dtype(config, spec, budget)
+    kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else config.memory.kv_cache_dtype
+    if kv_dtype != dtype:
+        raise ConfigError(
+            f"kv_cache_dtype: got {kv_dtype}, the model runs in {dtype}; another dtype is not "
+            "built yet, use 'auto'"
+        )
+    limits = _limits(config, spec)
+    memory = solve(
+        budget,
+        device_accounts(config, spec, dtype, limits),
+        page_bytes=kv_page_bytes(
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=limits.page_size,
+            dtype=kv_dtype,
+        ),
+        limits=limits,
+        max_total_tokens=config.memory.max_total_tokens,
+    )
+    _check_logits(config, spec, dtype)
+    return EnginePlan(
+        folder=folder,
+        tokenizer_folder=(
+            folder
+            if config.model.tokenizer_path is None
+            else model_folder(config.model.tokenizer_path)
+        ),
+        spec=spec,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        limits=limits,
+        memory=memory,
+        host=solve_host(
+            config.memory.host_memory_budget,
+            host_accounts(limits, memory.num_pages),
+            request_bytes=request_bytes(limits.context_length),
+            max_queued=config.schedule.max_queued_requests,
+        ),
+        max_top_k=_max_top_k(config, spec, dtype),
+        eos_token_ids=_eos_ids(folder, raw),
+    )
+
+
+def device_accounts(
+    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits
+) -> dict[str, int]:
+    """Bytes of every device account except kv. On the CPU nothing is captured or shared."""
+    return {
+        "weights": weight_bytes(spec, dtype),
+        "step_buffers": step_buffer_bytes(limits, spec.hidden_size, dtype),
+        "activations": activation_bytes(spec, dtype, limits.step_tokens)
+        + attention_activation_bytes(spec, dtype, limits),
+        "logits": config.memory.logits_workspace,
+        "attention": attention_workspace_bytes(spec, dtype, limits),
+        "sampler": sampler_bytes(limits),
+        "masks": 0,
+        "graphs": 0,
+        "communicators": 0,
+        "outside": 0,
+    }
+
+
+def host_accounts(limits: Limits, num_pages: int) -> dict[str, int]:
+    """Bytes of every host account except the queue, all items at their largest size."""
+    return {
+        "running": requests_bytes(limits.max_running, limits.context_length),
+        "results": results_bytes(limits, top_k=0, num_token_ids=0),
+        "detokenizers": detokenizer_bytes(limits.max_running, limits.context_length),
+        "pages": page_ledger_bytes(num_pages),
+        "radix": radix_bytes(num_pages, limits.page_size),
+    }
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model: the embedded one, a path, or an id in the Hugging Face cache.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if path == "demo":
+        return DEMO_FOLDER
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = _cached_folder(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model_path: {path!r} has no config.json; give a Hugging Face model folder or 'demo'"
+        )
+    return folder
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file of the model.
+
+    Raises:
+        ConfigError: unreadable, malformed, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path.name} in {path.parent}: {error}; check the file") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path.name} in {path.parent}: not a JSON object; check the file")
+    return value
+
+
+def _cached_folder(path: str) -> Path:
+    raise ConfigError(f"model_path: {path!r} is no folder; give one, or 'demo'")
+
+
+def _budget(config: EngineConfig, device_memory: int | None) -> int:
+    if config.memory.memory_budget is not None:
+        return config.memory.memory_budget
+    if config.memory.mem_fraction_static is not None:
+        total = available_host_bytes() if device_memory is None else device_memory
+        return int(total * config.memory.mem_fraction_static)
+    return default_cpu_budget(device_memory)
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, budget: int) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if weight_bytes(spec, "float32") * _QUARTER <= budget else spec.dtype
+
+
+def _limits(config: EngineConfig, spec: ModelSpec) -> Limits:
+    context = spec.context_length
+    prefill = config.schedule.prefill_tokens(context)
+    return Limits(
+        max_running=config.schedule.max_running_requests,
+        step_tokens=prefill + config.schedule.max_running_requests,
+        context_length=context,
+        page_size=config.memory.page_size,
+    )
+
+
+def _check_logits(config: EngineConfig, spec: ModelSpec, dtype: str) -> None:
+    workspace, _ = logits_split(config.memory.logits_workspace)
+    least = min_workspace_bytes(spec.vocab_size, spec.hidden_size, dtype)
+    if workspace < least:
+        needed = least * config.memory.logits_workspace // workspace + 8 if workspace else least * 2
+        raise ConfigError(
+            f"logits_workspace: got {config.memory.logits_workspace} bytes, a vocabulary of "
+            f"{spec.vocab_size} needs {needed}; raise it"
+        )
+
+
+def _max_top_k(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
+    """Largest k that both the workspace and the rows' share can hold for one row."""
+    workspace, _ = logits_split(config.memory.logits_workspace)
+    k = min(spec.vocab_size, max_top_k(config.memory.logits_workspace, spec.hidden_size, 4))
+    low, high = 0, k
+    while low < high:
+        middle = (low + high + 1) // 2
+        need = min_workspace_bytes(spec.vocab_size, spec.hidden_size, dtype, top_k=middle)
+        low, high = (middle, high) if need <= workspace else (low, middle - 1)
+    return low
+
+
+def _eos_ids(folder: Path, config: dict[str, object]) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's list, else config.json's."""
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    found: set[int] = set()
+    for source in (generation, config):
+        value = source.get("eos_token_id")
+        items = value if isinstance(value, list) else [value]
+        found |= {item for item in items if isinstance(item, int)}
+    return tuple(sorted(found))

@@ -1,0 +1,84 @@
+"""Gathers what ledger, meter, pages and queues say into the memory report."""
+
+from collections.abc import Mapping
+
+from seawall.device.meter import Meter, Reading
+from seawall.engine.core import EngineCore
+from seawall.engine.planning import EnginePlan
+from seawall.memory.footprint import page_ledger_bytes, radix_bytes, requests_bytes
+from seawall.memory.host import peak_resident_bytes, resident_bytes
+from seawall.memory.ledger import AccountUse, Ledger
+from seawall.memory.report import DeviceFigures, HostFigures, Transient, memory_report
+
+# Accounts whose bytes live for one step: the meter sees them, the arena does not.
+_TRANSIENT = ("activations", "logits")
+
+
+class Reporter:
+    """Writes reports; called on the core thread."""
+
+    def __init__(
+        self,
+        *,
+        plan: EnginePlan,
+        device: Ledger,
+        host: Ledger,
+        meter: Meter,
+        warm: Mapping[str, Reading],
+        core: EngineCore,
+    ) -> None:
+        self._plan = plan
+        self._device = device
+        self._host = host
+        self._meter = meter
+        self._warm = warm
+        self._core = core
+
+    def memory_report(self) -> dict[str, object]:
+        """The report of the contract's `memory_report`."""
+        ledger = self._core.leases.ledger
+        return memory_report(
+            DeviceFigures(
+                plan=self._plan.memory,
+                plan_at_start=self._plan.memory,
+                uses=self._device.snapshot(),
+                transients=self._transients(),
+                pages=ledger.counts(),
+                violations=[str(violation) for violation in ledger.violations],
+            ),
+            HostFigures(
+                plan=self._plan.host,
+                uses={**self._host.snapshot(), **self._counted()},
+                resident=(resident_bytes(), peak_resident_bytes()),
+            ),
+        )
+
+    def _transients(self) -> dict[str, Transient]:
+        """What steps take: counted now if the meter counts, else the warm-up's worst case."""
+        counted = self._meter.readings()
+        found = {}
+        for account in _TRANSIENT:
+            warm = self._warm.get(account, Reading(now=0, peak=0))
+            reading = counted.get(account)
+            if reading is None:
+                found[account] = Transient(now=0, peak=warm.peak, source="warmup")
+            else:
+                peak = max(reading.peak, warm.peak)
+                found[account] = Transient(now=reading.now, peak=peak, source="tracker")
+        return found
+
+    def _counted(self) -> dict[str, AccountUse]:
+        """Host accounts that are counted as items times declared bytes."""
+        limits = self._plan.limits
+        counts = self._core.scheduler.counts
+        nodes = self._core.leases.cache.stats().num_nodes
+        num_pages = self._plan.memory.num_pages
+        now = {
+            "running": requests_bytes(counts.running, limits.context_length),
+            "pages": page_ledger_bytes(num_pages),
+            "radix": min(nodes, num_pages) * radix_bytes(1, limits.page_size),
+        }
+        return {
+            account: AccountUse(now=num_bytes, peak=num_bytes, cap=self._plan.host.lines[account])
+            for account, num_bytes in now.items()
+        }

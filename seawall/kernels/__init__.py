@@ -1,0 +1,1 @@
+"""Numeric kernels and their slow twins."""

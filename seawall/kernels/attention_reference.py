@@ -1,0 +1,48 @@
+"""The slow twin of paged attention: one row, one head and one query at a time, in float32.
+
+The specification in code, for tests. It reads the pool after the step's keys and values were
+stored and knows nothing of chunks, blocks or layouts beyond [K, S, D].
+
+Legend: T = packed tokens, H = query heads, K = kv heads, D = head_dim, S = slots.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def slots_of(
+    pages: npt.NDArray[np.int32], begin: int, end: int, page_size: int
+) -> npt.NDArray[np.int64]:
+    """Slots of the positions [begin, end) of a sequence that lies in `pages`."""
+    return np.array(
+        [int(pages[p // page_size]) * page_size + p % page_size for p in range(begin, end)],
+        dtype=np.int64,
+    )
+
+
+def reference_attention(
+    q_THD: Tensor,
+    keys_KSD: Tensor,
+    values_KSD: Tensor,
+    rows: list[tuple[npt.NDArray[np.int32], int, int]],
+    page_size: int,
+    scale: float,
+) -> Tensor:
+    """Attention of packed rows, each given as (page ids, start, length). Gives float32 [T, H, D]."""
+    num_heads = q_THD.shape[1]
+    group = num_heads // keys_KSD.shape[0]
+    out = torch.zeros(q_THD.shape, dtype=torch.float32)
+    token = 0
+    for pages, start, length in rows:
+        slots = torch.from_numpy(slots_of(pages, 0, start + length, page_size))
+        for position in range(start, start + length):
+            for head in range(num_heads):
+                seen = slots[: position + 1]
+                keys = keys_KSD[head // group].index_select(0, seen).float()
+                values = values_KSD[head // group].index_select(0, seen).float()
+                scores = keys @ q_THD[token, head].float() * scale
+                out[token, head] = torch.softmax(scores, dim=0) @ values
+            token += 1
+    return out

@@ -1,0 +1,1 @@
+"""The KV pool: keys and values of every layer, in pages."""

@@ -1,0 +1,1 @@
+"""Building blocks of a decoder: plain classes that hold tensors."""

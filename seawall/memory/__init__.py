@@ -1,0 +1,1 @@
+"""Byte arithmetic of the engine: footprints, the plan, the ledger and the report. Never torch."""

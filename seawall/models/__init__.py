@@ -1,0 +1,1 @@
+"""Models: the decoder of the native families, the transformers path, and weight loading."""

@@ -1,0 +1,326 @@
+"""Engine: the public offline API. Owns a running core in a thread; is not one.
+
+    engine = Engine(model_path="demo")
+    engine.generate("Once upon a time", {"max_new_tokens": 32})
+
+Calls may come from several threads at once. Results are made in the caller's thread (or event
+loop), so the core is never kept waiting by text.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Unpack, overload
+
+from tqdm.auto import tqdm
+
+from seawall.core.config import EngineArgs, EngineConfig
+from seawall.core.wire import (
+    AbortRequest,
+    CacheFlushed,
+    FinishRequest,
+    FlushCache,
+    FromCore,
+    OutputDelta,
+)
+from seawall.engine.assemble import Assembly, assemble
+from seawall.engine.driver import CoreThread
+from seawall.engine.planning import make_plan
+from seawall.offline.collect import ResultWriter, SampleCollector
+from seawall.offline.inputs import Call, GenerateOptions, InputReader
+from seawall.offline.score import ScoreArgs, ScoreResult, score
+from seawall.text.tokenizer import Tokenizer
+
+Result = dict[str, Any]
+Prompt = str | Sequence[str] | None
+
+
+class Engine:
+    """An engine for offline use: from a script, a notebook or an actor.
+
+    Args:
+        model_path: "demo" for the embedded model, else a Hugging Face folder or id.
+        args: names and meanings as in `seawall.core.config`; `memory_budget` is the load line.
+
+    Raises:
+        ConfigError: an argument or the model folder cannot be used.
+        BudgetError: the memory plan does not fit; its `table` shows why.
+        ModelError: the weights cannot be read.
+    """
+
+    def __init__(self, model_path: str = "demo", **args: Unpack[EngineArgs]) -> None:
+        config = EngineConfig.from_args({"model_path": model_path, **args})
+        logging.getLogger("seawall").setLevel(config.log_level.upper())
+        plan = make_plan(config)
+        self.tokenizer = (
+            None if config.model.skip_tokenizer_init else Tokenizer.load(plan.tokenizer_folder)
+        )
+        self._assembly: Assembly = assemble(config, plan)
+        self._reader = InputReader(
+            self.tokenizer,
+            self._assembly.request_limits,
+            config.logprobs_mode,
+            self._assembly.random_seed,
+        )
+        self._thread = CoreThread(self._assembly.core, self._assembly.meter)
+
+    # -- generate ----------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        stream: Literal[False] = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> Any: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        stream: Literal[True],
+        progress: bool = False,
+        **options: Any,
+    ) -> Iterator[Result]: ...
+
+    def generate(
+        self,
+        prompt: Prompt = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        stream: bool = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Write on from prompts, score them, or both.
+
+        Args:
+            prompt: a text, or a list of them.
+            sampling_params: SGLang's names; a list gives each prompt its own.
+            input_ids: ids instead of text: one list, or a list of lists.
+            stream: return an iterator of results as they grow (one prompt, one sample).
+            progress: show a bar over a batch.
+            options: see `GenerateOptions`.
+
+        Returns:
+            SGLang's dictionary (contract: `generate`); a list of them for a batch or n > 1, prompt
+            by prompt.
+
+        Raises:
+            RequestError: something asked cannot be honoured; nothing was run.
+        """
+        call = self._read(prompt, sampling_params, input_ids, options)
+        if stream:
+            return self._stream(call)
+        collectors = self._run(call, progress=progress)
+        return self._results(call, collectors)
+
+    def async_generate(
+        self,
+        prompt: Prompt = None,
+        sampling_params: Any = None,
+        input_ids: Any = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Coroutine[Any, Any, Any]:
+        """`generate` for an event loop: await it; with `stream` it gives an async iterator."""
+        call = self._read(prompt, sampling_params, input_ids, options)
+        return self._async_stream(call) if stream else self._async_run(call)
+
+    def score(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]] | None = None, **args: Unpack[ScoreArgs]
+    ) -> list[ScoreResult] | list[list[float]]:
+        """Logprobs of texts, of continuations, or of options after one context.
+
+        See `seawall.offline.score.score` for the forms and the result.
+        """
+        return score(self._reader, self._run, prompts, args)
+
+    # -- control -----------------------------------------------------------------------------
+
+    def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> None:
+        """End a request by its id, or all; their results say so."""
+        if rid is not None or abort_all:
+            self._thread.send(AbortRequest(rid=None if abort_all else rid))
+
+    def flush_cache(self) -> bool:
+        """Drop every cached page; False, and nothing dropped, while requests run."""
+        ticket = secrets.randbits(62)
+        answers: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        key = f"ticket {ticket}"
+        self._thread.submit(key, FlushCache(ticket=ticket), answers.put)
+        answer = answers.get()
+        self._thread.forget(key)
+        return isinstance(answer, CacheFlushed) and answer.done
+
+    def memory_report(self) -> dict[str, Any]:
+        """Plan, measured bytes and pages (contract: `memory_report`)."""
+        return self._thread.call(self._assembly.memory_report)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Arguments as resolved, limits, counters and the random seed."""
+        return self._thread.call(self._assembly.server_info)
+
+    @property
+    def plan_table(self) -> str:
+        """The memory plan as it is printed."""
+        return self._assembly.plan.table()
+
+    def shutdown(self) -> None:
+        """End all requests and give the memory back; a second call does nothing."""
+        self._thread.stop()
+        self._assembly.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    # -- running a call ----------------------------------------------------------------------
+
+    def _read(self, prompt: Prompt, sampling_params: Any, input_ids: Any, options: Any) -> Call:
+        known = GenerateOptions.__annotations__
+        for name in options:
+            if name not in known:
+                raise TypeError(f"generate() got an unknown argument {name!r}")
+        options = {**options, "sampling_params": sampling_params}
+        return self._reader.read(prompt, input_ids, options)
+
+    def _collectors(self, call: Call, *, streaming: bool) -> dict[tuple[str, int], SampleCollector]:
+        return {
+            (request.rid, index): SampleCollector(
+                request, index, self.tokenizer, streaming=streaming
+            )
+            for request in call.requests
+            for index in range(request.sampling.n)
+        }
+
+    def _submit(self, call: Call, mailbox: Callable[[FromCore], None]) -> None:
+        for request in call.requests:
+            self._thread.submit(request.rid, request, mailbox)
+
+    def _take(
+        self, collectors: dict[tuple[str, int], SampleCollector], delta: OutputDelta
+    ) -> SampleCollector:
+        sample = collectors[delta.rid, delta.index]
+        cut = sample.take(delta)
+        if cut is not None:
+            self._thread.send(
+                FinishRequest(rid=delta.rid, index=delta.index, num_output=cut)
+            )
+        return sample
+
+    def _forget(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> None:
+        """Remove mailboxes; end what an interrupted caller left behind."""
+        for request in call.requests:
+            self._thread.forget(request.rid)
+            if any(
+                collectors[request.rid, i].finish is None for i in range(request.sampling.n)
+            ):
+                self._thread.send(AbortRequest(rid=request.rid))
+
+    def _run(
+        self, call: Call, *, progress: bool = False
+    ) -> dict[tuple[str, int], SampleCollector]:
+        """Run all requests of a call to their end."""
+        collectors = self._collectors(call, streaming=False)
+        inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        bar = tqdm(total=len(collectors), disable=not progress, unit="sample")
+        left = len(collectors)
+        try:
+            self._submit(call, inbox.put)
+            while left:
+                delta = inbox.get()
+                assert isinstance(delta, OutputDelta)
+                was_open = collectors[delta.rid, delta.index].finish is None
+                if was_open and self._take(collectors, delta).finish is not None:
+                    left -= 1
+                    bar.update()
+        finally:
+            bar.close()
+            self._forget(call, collectors)
+        return collectors
+
+    async def _async_run(self, call: Call) -> Any:
+        collectors = self._collectors(call, streaming=False)
+        async for _ in self._async_samples(call, collectors):
+            pass
+        return self._results(call, collectors)
+
+    async def _async_stream(self, call: Call) -> AsyncIterator[Result]:
+        collectors = self._collectors(call, streaming=True)
+        writer = self._writer(call)
+
+        async def results() -> AsyncIterator[Result]:
+            async for sample in self._async_samples(call, collectors):
+                yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
+
+        return results()
+
+    async def _async_samples(
+        self, call: Call, collectors: dict[tuple[str, int], SampleCollector]
+    ) -> AsyncIterator[SampleCollector]:
+        """Each sample whenever it has grown, until all have ended."""
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[FromCore] = asyncio.Queue()
+        left = len(collectors)
+        try:
+            self._submit(call, partial(loop.call_soon_threadsafe, inbox.put_nowait))
+            while left:
+                delta = await inbox.get()
+                assert isinstance(delta, OutputDelta)
+                if collectors[delta.rid, delta.index].finish is not None:
+                    continue
+                sample = self._take(collectors, delta)
+                left -= sample.finish is not None
+                yield sample
+        finally:
+            self._forget(call, collectors)
+
+    def _stream(self, call: Call) -> Iterator[Result]:
+        collectors = self._collectors(call, streaming=True)
+        writer = self._writer(call)
+        inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        left = len(collectors)
+        try:
+            self._submit(call, inbox.put)
+            while left:
+                delta = inbox.get()
+                assert isinstance(delta, OutputDelta)
+                if collectors[delta.rid, delta.index].finish is not None:
+                    continue
+                sample = self._take(collectors, delta)
+                left -= sample.finish is not None
+                yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
+        finally:
+            self._forget(call, collectors)
+
+    def _writer(self, call: Call) -> ResultWriter:
+        return ResultWriter(self.tokenizer, text_in_logprobs=call.text_in_logprobs)
+
+    def _results(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> Any:
+        writer = self._writer(call)
+        results = [
+            writer.result(sample, collectors[sample.request.rid, 0].prompt)
+            for sample in collectors.values()
+        ]
+        return results if call.is_batch or len(results) > 1 else results[0]

@@ -1,0 +1,1 @@
+"""Decides what each step computes; owns every request and every lease."""

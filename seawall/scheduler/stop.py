@@ -1,0 +1,33 @@
+"""When a sample ends by a token: end-of-sequence ids, stop ids, and its own limit.
+
+Stop strings are matched where text is (package `text`), which then sends FinishRequest.
+"""
+
+from seawall.core.request import Request
+from seawall.core.wire import FinishReason
+
+
+def stop_reason(request: Request, token: int, eos_ids: frozenset[int]) -> FinishReason | None:
+    """Why `token`, already counted in `request`, ends it; None if it goes on."""
+    if request.num_output >= request.sampling.min_new_tokens:
+        if token in request.sampling.stop_token_ids:
+            return FinishReason(type="stop", matched=token)
+        if token in eos_ids and not request.sampling.ignore_eos:
+            return FinishReason(type="stop", matched=token)
+    if request.num_output >= request.max_new_tokens:
+        return FinishReason(type="length", length=request.num_output)
+    return None
+
+
+def forbidden_ids(request: Request, eos_ids: frozenset[int]) -> list[int]:
+    """Ids that would end the request before `min_new_tokens`, sorted.
+
+    A token drawn now is output number num_output + 1; it may end the request only if that is at
+    least min_new_tokens.
+    """
+    if request.num_output + 1 >= request.sampling.min_new_tokens:
+        return []
+    ids = set(request.sampling.stop_token_ids)
+    if not request.sampling.ignore_eos:
+        ids |= eos_ids
+    return sorted(ids)

@@ -1,0 +1,292 @@
+"""The radix tree: what it finds, what it evicts first, and how much work it does for that."""
+
+import numpy as np
+import pytest
+
+from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.prefix import PrefixKey, common_length
+from seawall.cache.radix import RadixCache
+from seawall.core.errors import PageError
+
+
+class Forest:
+    """A tree and one owner that feeds it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.ledger = PageLedger(num_pages, debug=True)
+        self.tree = RadixCache(self.ledger, page_size)
+        self.owner = self.ledger.new_owner("feeder")
+
+    def insert(
+        self, tokens: list[int] | np.ndarray, extra_key: str | None = None, priority: int = 0
+    ) -> PageIds:
+        key = key_of(tokens, extra_key)
+        pages = self.ledger.alloc(len(key) // self.page_size, self.owner)
+        result = self.tree.insert(key, pages, self.owner, priority=priority)
+        self.ledger.free(pages[: result.num_existing], self.owner)
+        return result.page_ids
+
+    def cached(self, tokens: list[int] | np.ndarray, extra_key: str | None = None) -> int:
+        """Tokens that the tree holds, without a lookup that would mark them as used."""
+        node, done = self.tree.root, 0
+        key = key_of(tokens, extra_key)
+        while True:
+            child = node.children.get(self.tree._edge(key, done // self.page_size))
+            if child is None:
+                return done
+            same = common_length(child.tokens, key.tokens[done:])
+            done += same - same % self.page_size
+            if same < len(child.tokens) or done + self.page_size > len(key):
+                return done
+            node = child
+
+    def visits(self) -> int:
+        return self.tree.stats().node_visits
+
+
+def key_of(tokens: list[int] | np.ndarray, extra_key: str | None = None) -> PrefixKey:
+    return PrefixKey(tokens=np.array(tokens, np.int32), extra_key=extra_key)
+
+
+def test_keys_are_views() -> None:
+    tokens = np.arange(8, dtype=np.int32)
+    key = PrefixKey(tokens=tokens, extra_key="x").head(3)
+    assert len(key) == 3
+    assert key.extra_key == "x"
+    assert np.shares_memory(key.tokens, tokens)
+
+
+def test_common_length_over_block_edges() -> None:
+    tokens = np.arange(100_000, dtype=np.int32)
+    for where in (0, 1, 1023, 1024, 1025, 5119, 5120, 60_000, 99_999):
+        other = tokens.copy()
+        other[where] = -1
+        assert common_length(tokens, other) == where
+    assert common_length(tokens, tokens[:77]) == 77
+    assert common_length(tokens[:0], tokens) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 5, 64])
+def test_a_match_is_whole_pages_of_the_longest_prefix(page_size: int) -> None:
+    forest = Forest(64, page_size)
+    tokens = np.arange(6 * page_size, dtype=np.int32)
+    pages = forest.insert(tokens)
+    other = tokens.copy()
+    other[3 * page_size + page_size // 2] = 999  # parts inside page 3
+    branch = forest.insert(other)
+    assert branch[:3].tolist() == pages[:3].tolist()
+    assert not set(branch[3:].tolist()) & set(pages.tolist())
+    for length in range(0, len(tokens) + 1, max(1, page_size // 3)):
+        match = forest.tree.match(key_of(tokens[:length]))
+        assert match.num_tokens == length - length % page_size
+        assert match.page_ids.tolist() == pages[: length // page_size].tolist()
+    assert forest.tree.match(key_of(other)).page_ids.tolist() == branch.tolist()
+    assert forest.tree.match(key_of(other[page_size:])).num_tokens == 0
+    assert forest.ledger.check({forest.owner: 0})
+
+
+def test_extra_keys_are_worlds_apart() -> None:
+    forest = Forest(16, 2)
+    tokens = [1, 2, 3, 4]
+    worlds = [None, "", "a", "+a", "\udcff"]
+    pages = {world: forest.insert(tokens, world).tolist() for world in worlds}
+    assert len({page for world in pages.values() for page in world}) == 10
+    for world in worlds:
+        assert forest.tree.match(key_of(tokens, world)).page_ids.tolist() == pages[world]
+    assert forest.tree.match(key_of(tokens, "b")).num_tokens == 0
+
+
+def test_nodes_do_not_keep_the_callers_tokens_alive() -> None:
+    forest = Forest(16, 2)
+    tokens = np.arange(8, dtype=np.int32)
+    forest.insert(tokens)
+    forest.tree.match(PrefixKey(tokens=tokens[:4]))
+    for node in forest.tree.nodes():
+        assert node.tokens.base is None
+        assert node.page_ids.base is None
+    tokens[:] = 7
+    assert forest.tree.match(key_of(np.arange(8))).num_tokens == 8
+
+
+def test_insert_takes_over_only_what_is_new() -> None:
+    forest = Forest(16, 2)
+    first = forest.insert([1, 2, 3, 4])
+    pages = forest.ledger.alloc(4, forest.owner)
+    result = forest.tree.insert(key_of([1, 2, 3, 4, 5, 6, 7]), pages, forest.owner)
+    assert result.num_existing == 2
+    assert result.page_ids.tolist() == [*first.tolist(), int(pages[2])]
+    assert forest.ledger.pages_of(forest.owner).tolist() == [*pages[:2].tolist(), int(pages[3])]
+    assert forest.tree.num_evictable == 3
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    forest = Forest(16, 1)
+    for first in (10, 20, 30):
+        forest.insert([first, 1, 2])
+    forest.tree.match(key_of([10, 1, 2]))
+    assert forest.tree.evict(3) == 3
+    assert [forest.cached([first, 1, 2]) for first in (10, 20, 30)] == [3, 0, 3]
+    forest.tree.match(key_of([30]))  # splits: the head is now newer than its tail
+    assert forest.tree.evict(2) == 2
+    assert [forest.cached([first, 1, 2]) for first in (10, 30)] == [3, 1]
+    assert forest.tree.evict(3) == 3
+    assert [forest.cached([first, 1, 2]) for first in (10, 30)] == [0, 1]
+
+
+def test_the_order_of_eviction_is_that_of_a_sorted_list() -> None:
+    rng = np.random.default_rng(3)
+    forest = Forest(200, 1)
+    last_used: dict[int, int] = {}
+    for time in range(2000):
+        token = int(rng.integers(100))
+        if token in last_used:
+            assert forest.tree.match(key_of([token])).num_tokens == 1
+        else:
+            forest.insert([token])
+        last_used[token] = time
+        if rng.random() < 0.3:
+            oldest = min(last_used, key=last_used.__getitem__)
+            assert forest.tree.evict(1) == 1
+            assert forest.cached([oldest]) == 0
+            del last_used[oldest]
+    assert forest.tree.num_evictable == len(last_used)
+
+
+def test_low_priority_goes_before_old() -> None:
+    forest = Forest(16, 1)
+    forest.insert([1], priority=1)
+    forest.insert([2])
+    forest.insert([3])
+    forest.insert([3], priority=2)  # raises what is there
+    assert [forest.tree.evict(1), forest.cached([1]), forest.cached([3])] == [1, 1, 1]
+    assert [forest.tree.evict(1), forest.cached([1]), forest.cached([3])] == [1, 0, 1]
+
+
+def test_eviction_takes_the_tail_of_a_long_leaf() -> None:
+    forest = Forest(200, 2)
+    tokens = np.arange(320)
+    forest.insert(tokens)
+    assert forest.tree.evict(1) == 10
+    assert forest.cached(tokens) == 300
+    assert forest.tree.evict(40) == 40
+    assert forest.cached(tokens) == 220
+    assert forest.tree.evict(1000) == 110
+    assert forest.tree.evict(1) == 0
+    assert forest.tree.stats().num_nodes == 0
+    assert forest.ledger.num_free == 200
+
+
+def test_a_lock_protects_the_path_and_nothing_else() -> None:
+    forest = Forest(16, 1)
+    forest.insert([1, 2, 3, 4])
+    forest.insert([1, 2, 8, 9])
+    match = forest.tree.match(key_of([1, 2, 3]))
+    forest.tree.lock(match.node)
+    assert (forest.tree.num_evictable, forest.tree.num_protected) == (3, 3)
+    # A later split leaves the lock on both halves.
+    forest.tree.match(key_of([1]))
+    assert (forest.tree.num_evictable, forest.tree.num_protected) == (3, 3)
+    assert not forest.tree.reset()
+    assert forest.cached([1, 2, 3, 4]) == 3
+    assert forest.cached([1, 2, 8, 9]) == 2
+    forest.tree.unlock(match.node)
+    assert forest.tree.reset()
+    assert forest.ledger.num_free == 16
+
+
+def test_lock_misuse_is_an_error() -> None:
+    forest = Forest(16, 1)
+    forest.insert([1, 2])
+    node = forest.tree.match(key_of([1, 2])).node
+    with pytest.raises(PageError, match="not locked"):
+        forest.tree.unlock(node)
+    forest.tree.reset()
+    with pytest.raises(PageError, match="evicted"):
+        forest.tree.lock(node)
+
+
+def test_a_tree_of_great_depth() -> None:
+    depth = 5000
+    forest = Forest(depth, 1)
+    tokens = np.arange(depth, dtype=np.int32)
+    pages = forest.ledger.alloc(depth, forest.owner)
+    for end in range(500, depth + 1, 500):
+        forest.tree.insert(PrefixKey(tokens=tokens[:end]), pages[:end], forest.owner)
+    for end in range(3000, 0, -1):
+        forest.tree.match(PrefixKey(tokens=tokens[:end]))
+    match = forest.tree.match(PrefixKey(tokens=tokens))
+    assert match.page_ids.tolist() == pages.tolist()
+    assert forest.tree.stats().num_nodes > 3000
+    forest.tree.lock(match.node)
+    forest.tree.unlock(match.node)
+    assert match.node.spells(tokens)
+    assert not match.node.spells(tokens[1:])
+    assert forest.tree.reset()
+
+
+def test_stats_count_lookups() -> None:
+    forest = Forest(16, 2)
+    forest.insert([1, 2, 3, 4])
+    forest.tree.match(key_of([1, 2, 3, 4, 5]))
+    forest.tree.match(key_of([7, 7]))
+    stats = forest.tree.stats()
+    assert (stats.num_lookups, stats.lookup_tokens, stats.hit_tokens) == (2, 7, 4)
+    forest.tree.evict(1)
+    assert forest.tree.stats().evicted_pages == 1
+
+
+def test_work_follows_the_match_and_not_the_tree() -> None:
+    def visits_in(num_strangers: int) -> list[int]:
+        """Node visits of a match, an insert, a lock with its unlock, and an eviction."""
+        forest = Forest(4 * num_strangers + 100, 1)
+        path = [5, 6, 7, 8, 9, 10]
+        forest.insert([*path, 1])
+        for stranger in range(num_strangers):
+            forest.insert([1000 + stranger, 1, 2])
+        for end in range(1, len(path)):
+            forest.tree.match(key_of(path[:end]))  # one node a token
+        counts = [forest.visits()]
+        match = forest.tree.match(key_of(path))
+        counts.append(forest.visits())
+        forest.insert([*path, 2])
+        counts.append(forest.visits())
+        forest.tree.lock(match.node)
+        forest.tree.unlock(match.node)
+        counts.append(forest.visits())
+        assert forest.tree.evict(3) == 3
+        counts.append(forest.visits())
+        return np.diff(counts).tolist()
+
+    small, large = visits_in(20), visits_in(2000)
+    assert small == large
+    match, insert, locks, evict = large
+    assert match <= 7
+    assert insert <= 8
+    assert locks == 2 * 7  # six nodes and the root, there and back
+    assert evict <= 3
+
+
+def test_eviction_work_is_paid_for_by_what_was_used_before() -> None:
+    forest = Forest(3000, 1)
+    for token in range(3000):
+        forest.insert([token])
+    for _ in range(3):
+        for token in range(1000):
+            forest.tree.match(key_of([token]))
+    start = forest.visits()
+    assert forest.tree.evict(3000) == 3000
+    # One entry a leaf, and one more for each that was used since it was queued, however often.
+    assert forest.visits() - start == 3000 + 1000
+
+
+def test_the_eviction_queue_never_outgrows_the_tree() -> None:
+    forest = Forest(300, 1)
+    for token in range(100):
+        forest.insert([token, 1, 2])
+    for _ in range(20):
+        for token in range(100):
+            node = forest.tree.match(key_of([token, 1, 2])).node
+            forest.tree.lock(node)
+            forest.tree.unlock(node)
+    assert len(forest.tree._queue) <= forest.tree.stats().num_nodes == 100
