@@ -131,7 +131,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # only append here; the bytes are taken off under the lock.
         self._freed: deque[weakref.ref[torch.UntypedStorage]] = deque()
         self._lock = threading.RLock()
-        self._is_made_of_others: dict[object, bool] = {}
+        self._parts: dict[object, torch._C.DispatchKey | None] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch's hook: True would import its compiler (3 s) just to be kept out of here."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -142,9 +147,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         """Runs the operator and counts the storages that come out of it."""
         kwargs = {} if kwargs is None else kwargs
-        if self._made_of_others(func):
+        key = self._parts_key(func)
+        if key is not None:
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(key, *args, **kwargs)  # noqa: SLF001
         result = func(*args, **kwargs)
         with self._lock:
             self._drain()
@@ -202,19 +208,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         return tuple(sorted(found, key=lambda storage: storage.serial))
 
-    def _made_of_others(self, func: Any) -> bool:
-        known = self._is_made_of_others.get(func)
-        if known is None:
-            # There is no public name for what the dispatch table holds.
-            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
-            name = func.name()
-            # An operator with a kernel of its own too runs that one without a tracker, so it
-            # must with one.
-            known = has_kernel(name, "CompositeImplicitAutograd") and not (
-                has_kernel(name, "CPU") or has_kernel(name, "CUDA")
-            )
-            self._is_made_of_others[func] = known
-        return known
+    def _parts_key(self, func: Any) -> torch._C.DispatchKey | None:
+        if func not in self._parts:
+            self._parts[func] = _find_parts_key(func)
+        return self._parts[func]
 
     def _note(self, func: object, result: object, inputs: tuple[object, ...]) -> None:
         if isinstance(result, torch.Tensor):
@@ -291,6 +288,27 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout is torch.sparse_csr:
         return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     return ()
+
+
+def _find_parts_key(func: Any) -> torch._C.DispatchKey | None:
+    """The kernel that makes this operator out of others, if that is the one that would run.
+
+    None for operators with a kernel of their own, and for views, which allocate nothing.
+    """
+    # There is no public name for what the dispatch table holds.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    name = func.name()
+    is_view = any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in func._schema.returns  # noqa: SLF001
+    )
+    if has_kernel(name, "CPU") or has_kernel(name, "CUDA"):
+        return None
+    if has_kernel(name, "CompositeImplicitAutograd"):
+        return torch._C.DispatchKey.CompositeImplicitAutograd
+    if has_kernel(name, "CompositeExplicitAutograd") and not is_view:
+        return torch._C.DispatchKey.CompositeExplicitAutograd
+    return None
 
 
 def _holds(inputs: object, storage: torch.UntypedStorage) -> bool:

@@ -5,6 +5,7 @@ Torch-free: `seawall plan` runs this on any laptop and prints what `Engine` woul
     arguments + config.json -> spec, limits -> footprints -> pages -> MemoryPlan
 """
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,17 +75,21 @@ class EnginePlan:
         return f"{self.memory.table()}\n{self.host.table()}"
 
 
-def make_plan(config: EngineConfig, *, device_memory: int | None = None) -> EnginePlan:
+def make_plan(
+    config: EngineConfig, *, device_memory: int | None = None, load_weights: bool = True
+) -> EnginePlan:
     """Plan all memory.
 
     Args:
+        load_weights: whether weights will be read; else a model id needs its config only.
         device_memory: bytes of the device planned for; None asks this host.
 
     Raises:
         ConfigError: no model there, or arguments that don't fit the model.
         BudgetError: the accounts don't fit the budget; carries the table.
     """
-    folder = model_folder(config.model.model_path)
+    with_weights = load_weights and config.model.load_format != "dummy"
+    folder = model_folder(config.model.model_path, with_weights=with_weights)
     raw = apply_overrides(read_json(folder / "config.json"), config.model.json_model_override_args)
     spec = ModelSpec.from_config(raw, context_length=config.model.context_length)
     budget = _budget(config, device_memory)
@@ -115,7 +120,7 @@ def make_plan(config: EngineConfig, *, device_memory: int | None = None) -> Engi
         tokenizer_folder=(
             folder
             if config.model.tokenizer_path is None
-            else model_folder(config.model.tokenizer_path)
+            else model_folder(config.model.tokenizer_path, with_weights=False)
         ),
         spec=spec,
         dtype=dtype,
@@ -163,8 +168,8 @@ def host_accounts(limits: Limits, num_pages: int) -> dict[str, int]:
     }
 
 
-def model_folder(path: str) -> Path:
-    """The folder of a model: the embedded one, a path, or an id in the Hugging Face cache.
+def model_folder(path: str, *, with_weights: bool = True) -> Path:
+    """The folder of a model: the embedded one, a path, or a Hugging Face id.
 
     Raises:
         ConfigError: there is none.
@@ -173,7 +178,8 @@ def model_folder(path: str) -> Path:
         return DEMO_FOLDER
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        folder = _cached_folder(path)
+        download = vars(importlib.import_module("seawall.engine.hub"))["download"]
+        folder = download(path, with_weights=with_weights)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model_path: {path!r} has no config.json; give a Hugging Face model folder or 'demo'"
@@ -194,10 +200,6 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path.name} in {path.parent}: not a JSON object; check the file")
     return value
-
-
-def _cached_folder(path: str) -> Path:
-    raise ConfigError(f"model_path: {path!r} is no folder; give one, or 'demo'")
 
 
 def _budget(config: EngineConfig, device_memory: int | None) -> int:

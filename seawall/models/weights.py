@@ -88,6 +88,16 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor, Path]]:
             ) from error
 
 
+def check_files(folder: Path) -> None:
+    """Opens every file of a checkpoint without reading its tensors.
+
+    Raises:
+        ModelError: a file is missing, cut short, or no safetensors file.
+    """
+    for _ in read_tensors(folder):
+        pass
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, in the order of their names.
 

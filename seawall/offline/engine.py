@@ -8,11 +8,11 @@ loop), so the core is never kept waiting by text.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Unpack, overload
 
@@ -284,7 +284,7 @@ class Engine:
         inbox: asyncio.Queue[FromCore] = asyncio.Queue()
         left = len(collectors)
         try:
-            self._submit(call, partial(loop.call_soon_threadsafe, inbox.put_nowait))
+            self._submit(call, lambda delta: _post(loop, inbox, delta))
             while left:
                 delta = await inbox.get()
                 assert isinstance(delta, OutputDelta)
@@ -324,3 +324,11 @@ class Engine:
             for sample in collectors.values()
         ]
         return results if call.is_batch or len(results) > 1 else results[0]
+
+
+def _post(
+    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[FromCore], delta: FromCore
+) -> None:
+    """Hand a delta from the core thread to the caller's loop; a closed loop has no reader left."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(inbox.put_nowait, delta)

@@ -251,13 +251,14 @@ def _id_rows(value: object) -> tuple[list[list[int]], bool]:
         raise RequestError(f"input_ids: got {type(value).__name__}; give a list of token ids")
     nested = [isinstance(item, list | tuple | np.ndarray) for item in value]
     if value and all(nested):
-        return [_ids(row) for row in value], True
-    return [_ids(value)], False
+        return [_ids(list(row)) for row in value], True
+    return [_ids(list(value))], False
 
 
-def _ids(row: Sequence[object]) -> list[int]:
-    items = row.tolist() if isinstance(row, np.ndarray) else list(row)
-    for item in items:
+def _ids(row: list[object]) -> list[int]:
+    ids = []
+    for item in row:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise RequestError(f"input_ids: got {item!r} in the list, integers are needed")
-    return [int(item) for item in items]
+        ids.append(int(item))
+    return ids

@@ -22,8 +22,9 @@ REPLACEMENT = "\ufffd"
 # A character is at most four bytes: a window that still ends in U+FFFD after four new tokens ends
 # in bytes that will never become a character.
 _MAX_HELD_TOKENS = 4
-# Tokens without any text of their own (none is known to come in numbers) may not grow the window.
-_MAX_WINDOW_TOKENS = 32
+# Tokens without text before the first token with some are kept (a decoder may strip the first
+# space of all), but only so many.
+_MAX_WINDOW_TOKENS = 16
 
 
 class TextStream(Protocol):
@@ -112,8 +113,13 @@ class WindowStream:
         else:
             # The new tokens spoilt the context (a byte run that is not UTF-8): they stand alone.
             delta = self._decode(held)
-        # Tokens without text are no context for the next one: keep what was there before them.
-        self._window = held if delta else self._window[-_MAX_WINDOW_TOKENS:]
+        if delta:
+            self._window = held
+        elif self._shown_text:
+            # Tokens without text are no context for the next one: keep the one before them.
+            self._window = self._window[: self._num_shown]
+        else:
+            self._window = self._window[-_MAX_WINDOW_TOKENS:]
         self._num_shown = len(self._window)
         self._shown_text = self._decode(self._window)
         return delta

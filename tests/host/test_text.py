@@ -213,6 +213,15 @@ class TestStream:
         assert text == demo.decode(ids, skip_special_tokens=skip)
         assert detokenizer.num_tokens == len(ids)
 
+    def test_every_token_gives_the_text_of_decode(self, demo: Tokenizer) -> None:
+        ids = list(range(demo.vocab_size))
+        for some in (ids, ids[::-1]):
+            text = stream_all(IncrementalDetokenizer(demo, skip_special_tokens=False), some)
+            assert text == demo.decode(some, skip_special_tokens=False)
+        assert b"".join(demo.token_bytes(i) for i in ids).decode(errors="replace") == demo.decode(
+            ids, skip_special_tokens=False
+        )
+
     @given(data=st.data(), skip=st.booleans())
     def test_any_bytes_give_the_text_of_decode(
         self, demo: Tokenizer, data: st.DataObject, skip: bool
@@ -301,9 +310,26 @@ class TestStream:
         assert stream_all(detokenizer, ids) == word_piece.decode(ids, skip, spaces)
 
     def test_spaces_between_special_tokens(self, word_piece: Tokenizer) -> None:
-        ids = [1, 2, 3, 4, 1]
+        ids = [1, 7, 2, 3, 4, 1]
         assert word_piece.decode(ids, False, True) == "[CLS] [SEP] playing [CLS]"
         assert word_piece.decode(ids, False, False) == "[CLS][SEP] playing [CLS]"
+        detokenizer = IncrementalDetokenizer(
+            word_piece, skip_special_tokens=False, spaces_between_special_tokens=False
+        )
+        assert stream_all(detokenizer, ids) == "[CLS][SEP] playing [CLS]"
+
+    def test_tokens_without_text(self, tmp_path: Path) -> None:
+        """They neither grow the state nor take the place of the context before them."""
+        backend = byte_fallback_backend()
+        backend.decoder = decoders.Sequence([decoders.Replace("!", ""), backend.decoder])
+        tokenizer = Tokenizer.load(write_folder(tmp_path, backend))
+        word, empty = 259, 264
+        assert tokenizer.decode([empty]) == ""
+        for ids in ([word, empty, word], [word, *[empty] * 100, word], [*[empty] * 100, word]):
+            stream = WindowStream(tokenizer, True, True)
+            text = "".join(stream.push(token_id) for token_id in ids) + stream.finish()
+            assert text == tokenizer.decode(ids)
+            assert len(stream._window) <= 16
 
     def test_cost_is_linear_and_state_small(
         self, demo: Tokenizer, fallback: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -319,7 +345,7 @@ class TestStream:
         assert isinstance(open_stream(demo, True, True), ByteStream)
         stream = open_stream(fallback, True, True)
         assert isinstance(stream, WindowStream)
-        ids = [259, 258, 2 + 0xE4, 2 + 0xBD, 2 + 0xA0, 2 + 0xFF, 2 + 0xFF, 0, 263] * 200
+        ids = [259, 258, 2 + 0xE4, 2 + 0xBD, 2 + 0xA0, *[2 + 0xFF] * 20, 0, 263] * 100
         for token_id in ids:
             stream.push(token_id)
         assert max(decoded) <= 8
@@ -374,6 +400,17 @@ class TestStopStrings:
         assert shown == text_of[-1][: end if keep else end - len(matched)]
         assert detokenizer.num_tokens == num_tokens
 
+    @given(stop=st.text("ab", min_size=1, max_size=9), text=st.text("ab", max_size=60))
+    def test_periodic_stop_strings(self, stop: str, text: str) -> None:
+        """Stop strings that repeat themselves, character by character."""
+        finder = StopFinder((stop,))
+        for end in range(1, len(text) + 1):
+            hit = finder.feed(text[end - 1])
+            assert (hit is not None) == text[:end].endswith(stop)
+            if hit is not None:
+                return
+            assert finder.num_held == held_back(text[:end], [stop])
+
     def test_across_tokens_and_nothing_past_it(self, demo: Tokenizer) -> None:
         ids = byte_ids(demo, "one\n\nQ: two")
         detokenizer = IncrementalDetokenizer(demo, stop=("\n\nQ:",))
@@ -390,8 +427,8 @@ class TestStopStrings:
 
     def test_held_text_comes_with_the_end(self, demo: Tokenizer) -> None:
         detokenizer = IncrementalDetokenizer(demo, stop=("END.",))
-        assert detokenizer.push(byte_ids(demo, "the EN")) == "the "
-        assert detokenizer.finish() == "EN"
+        assert detokenizer.push(byte_ids(demo, "the EN\u00e9")[:-1]) == "the "
+        assert detokenizer.finish() == "EN\ufffd"
 
     @pytest.mark.parametrize("stop", ["\u00e9", "\U0001f600", "\u4f60\u597d"])
     def test_outside_ascii(self, demo: Tokenizer, stop: str) -> None:

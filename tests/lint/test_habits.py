@@ -102,13 +102,13 @@ def _unlisted(found: Iterator[tuple[Source, str]], listed: set[str]) -> list[str
     return [where for source, where in found if source.file not in listed]
 
 
-def _text_files() -> Iterator[Path]:
-    for path in sorted(REPO.rglob("*")):
-        folders = path.relative_to(REPO).parts[:-1]
-        hidden = {part for part in folders if part.startswith(".")} - HIDDEN_FOLDERS
-        if hidden or SKIPPED_FOLDERS & set(folders) or not path.is_file():
-            continue
-        if path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES:
+def _text_files(folder: Path = REPO) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            hidden = path.name.startswith(".") and path.name not in HIDDEN_FOLDERS
+            if not hidden and path.name not in SKIPPED_FOLDERS:
+                yield from _text_files(path)
+        elif path.suffix in TEXT_SUFFIXES or path.name in TEXT_NAMES:
             yield path
 
 
