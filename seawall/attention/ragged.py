@@ -91,6 +91,9 @@ class RaggedAttention:
         # An upper bound for several tokens, exact for one.
         entries = _padded(ends) * lengths * self._num_heads
         fits = (lengths == 1) | ((entries <= MAX_CHUNK_ENTRIES) & (lengths > 0))
+        # A sparse matrix cuts rows off that have more entries than there are columns: a padded
+        # row of a tiny pool would.
+        fits &= _padded(ends) <= self._pool.num_kv_heads * self._pool.num_slots
         order = np.argsort(np.where(fits, entries, np.iinfo(np.int64).max), kind="stable")
         order = order[: int(fits.sum())]
         fit = np.cumsum(entries[order]) <= self._sizes.entries

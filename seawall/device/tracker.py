@@ -7,12 +7,13 @@ and `out=` bring the same storage again and count nothing. A weak reference noti
     not counted: storages from before or outside the mode, those made in `scope(None)` or given to
                  `ignore` (the arena's, which the ledger has), and memory borrowed from a numpy
                  array or a buffer, which is its owner's
-    not visible: what a kernel allocates and frees inside itself (some attention and sorting
-                 kernels, the matrix library's packing). Process RSS is the second witness
+    not visible: what a kernel allocates and frees inside itself: buffers of each thread in fused
+                 attention, packed copies in bfloat16 products, copies in multinomial, sort,
+                 unique and boolean indexing. Process RSS is the second witness
 
-In inference mode an operator made of others (linear, matmul, attention) would come here whole and
-hide what it makes on its way; it is run through its parts, which is what happens outside inference
-mode anyway, with the same kernels.
+An operator that is only made of others would come here whole and hide what it makes on its way
+(logsumexp a copy of its input, attention without a fused kernel its whole score matrix). It is run
+through its parts, by the same kernel that would run without a tracker, so that each part is seen.
 
 A storage that is resized counts as old and new bytes together for a moment: that is how a resize
 copies. A resize that goes around the dispatcher (`untyped_storage().resize_`) is noticed when the
@@ -32,6 +33,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seawall.device.meter import Reading
@@ -41,6 +43,11 @@ DEFAULT_ACCOUNT = "activations"
 # Marks a tensor that was just built from host data. Its argument is that very tensor, so it is the
 # one operator whose output is new although it is an input too.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# In the order in which the dispatcher prefers them.
+_EXPLICIT_KEYS = (
+    DispatchKey.CompositeExplicitAutogradNonFunctional,
+    DispatchKey.CompositeExplicitAutograd,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # only append here; the bytes are taken off under the lock.
         self._freed: deque[weakref.ref[torch.UntypedStorage]] = deque()
         self._lock = threading.RLock()
-        self._parts: dict[object, torch._C.DispatchKey | None] = {}
+        self._parts: dict[object, DispatchKey | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,7 +215,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         return tuple(sorted(found, key=lambda storage: storage.serial))
 
-    def _parts_key(self, func: Any) -> torch._C.DispatchKey | None:
+    def _parts_key(self, func: Any) -> DispatchKey | None:
         if func not in self._parts:
             self._parts[func] = _find_parts_key(func)
         return self._parts[func]
@@ -290,24 +297,28 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def _find_parts_key(func: Any) -> torch._C.DispatchKey | None:
+def _find_parts_key(func: Any) -> DispatchKey | None:
     """The kernel that makes this operator out of others, if that is the one that would run.
 
     None for operators with a kernel of their own, and for views, which allocate nothing.
     """
-    # There is no public name for what the dispatch table holds.
+    # There are no public names for the schema of an operator and for what the dispatch table holds.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    results = [result.alias_info for result in func._schema.returns]  # noqa: SLF001
     name = func.name()
-    is_view = any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in func._schema.returns  # noqa: SLF001
-    )
+    arguments = func._schema.arguments  # noqa: SLF001
+    if any(argument.type.kind() == "NumberType" for argument in arguments):
+        # Its part takes the number as a tensor, which comes here as a number again and is refused.
+        return None
     if has_kernel(name, "CPU") or has_kernel(name, "CUDA"):
         return None
     if has_kernel(name, "CompositeImplicitAutograd"):
-        return torch._C.DispatchKey.CompositeImplicitAutograd
-    if has_kernel(name, "CompositeExplicitAutograd") and not is_view:
-        return torch._C.DispatchKey.CompositeExplicitAutograd
+        return DispatchKey.CompositeImplicitAutograd
+    if any(alias is not None and not alias.is_write for alias in results):
+        return None
+    for key in _EXPLICIT_KEYS:
+        if has_kernel(name, key.name):
+            return key
     return None
 
 

@@ -158,5 +158,7 @@ class EngineCore:
                 self._answers.append(OutputDelta(rid=message.rid, index=index, finish=reason))
 
     def _flush(self, message: FlushCache) -> None:
-        done = not self.has_work and self.leases.cache.reset()
+        # A step of ended requests may still be in flight: what it reads is freed, but written
+        # again by later steps only.
+        done = not self.scheduler.has_work and self.leases.cache.reset()
         self._answers.append(CacheFlushed(ticket=message.ticket, done=done))

@@ -10,8 +10,8 @@ present length, because rotated keys stay in pages that other requests may share
   uses those of a sequence of p + 1 tokens. This is what transformers computes when it generates
   token by token with a cache. It is not what transformers computes for a whole sequence longer than
   the original context at once (there all positions take the frequencies of the full length).
-- longrope: the set of factors is chosen by the context length served (memory/rope_spec.py), long ones if
-  it exceeds the original context, for all positions.
+- longrope: the context length served chooses the factors (memory/rope_spec.py), the long ones
+  if it exceeds the original context, for all positions alike.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ def attention_sizes(shape: HeadCounts, dtype: str, limits: Limits) -> AttentionS
         entries = min(limits.step_tokens * longest, MAX_ENTRIES)
         tokens = min(limits.step_tokens, entries // (TILE * shape.num_heads))
         bounds = tokens * shape.num_heads + 1
-    block_pages = ceil_div(min(BLOCK_TOKENS, limits.context_length), limits.page_size) + 1
+    block_tokens = min(max(BLOCK_TOKENS, QUERY_TOKENS), limits.context_length)
+    block_pages = ceil_div(block_tokens, limits.page_size) + 1
     return AttentionSizes(
         step_tokens=limits.step_tokens,
         tokens=tokens,

@@ -1,18 +1,19 @@
 """Bytes of one pass through the LM head, and the tile shape that keeps it within a bound.
 
-Owns: the arithmetic that turns a workspace in bytes into rows a block and ids a tile, and the smallest workspace that
-works at all. It counts every tensor that the pass makes, inputs and results excepted. It is not the pass itself
-(seawall.sampling), and it never imports torch.
+Owns: the arithmetic that turns a workspace in bytes into rows a block and ids a tile, and the
+smallest workspace that works at all. It counts every tensor that the pass makes, inputs and
+results excepted. It is not the pass itself (seawall.sampling), and it never imports torch.
 
-    logits    [rows, ids] float32                          the tile of the product
-    scratch   3 x [some rows, ids], 4 bytes each           exponentials, noise and masks, a few rows at a time
-    weight    [ids, hidden] float32                        only if the weights are not float32 already
-    hidden    [rows, hidden]                               only if the rows are not float32 or are reordered
+    logits    [rows, ids] float32                     the tile of the product
+    scratch   3 x [some rows, ids], 4 bytes each      exponentials, noise and masks
+    weight    [ids, hidden] float32                   only if the weights are not float32 already
+    hidden    [rows, hidden]                          only if converted or reordered
     per row   running max and sum, the k best, ids asked for
-    sorting   [few rows, vocabulary] value, value, id      only for top-p and friends on a flat distribution
+    sorting   [few rows, vocabulary] value, id        only for filters on a flat distribution
 
-The tile's width follows from constants and the shape alone; the workspace limits the rows of a block first, and only
-a workspace too small for a useful number of rows narrows the tile. So results hardly depend on it.
+The tile's width follows from constants and the shape alone; the workspace limits the rows of a
+block first, and only a workspace too small for a useful number of rows narrows the tile. So
+results hardly depend on it.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class LogitsShape:
     """What decides the temporary bytes of one call.
 
     Attributes:
-        hidden_copy_bytes: bytes an element of hidden costs when copied, 0 if the rows are used in place.
+        hidden_copy_bytes: bytes an element of hidden costs when copied, 0 if used in place.
         copies_weight: whether the weight tile is converted to float32 in the workspace.
         top_k: best ids kept a row, 0 for none.
         num_token_ids: ids asked for a row, besides the target.
@@ -67,7 +68,15 @@ class LogitsShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """Shape of the pass: `rows` a block, `ids` a tile, rows of scratch, rows sorted whole at once."""
+    """Shape of the pass.
+
+    Attributes:
+        rows: of a block.
+        ids: of a tile.
+        scratch_rows: rows whose exponentials, noise or masks are made at once.
+        draw_ids: filtered candidates that are raced at once.
+        sort_rows: rows sorted whole at once.
+    """
 
     rows: int
     ids: int
@@ -154,8 +163,8 @@ def plan_tiles(shape: LogitsShape, num_rows: int, workspace_bytes: int) -> TileP
     if best.rows == 0:
         need = smallest_workspace(shape)
         raise ValueError(
-            f"workspace_bytes: {workspace_bytes} is too small for vocabulary {shape.vocab_size} and hidden size "
-            f"{shape.hidden_size}; give at least {need}"
+            f"workspace_bytes: {workspace_bytes} is too small for vocabulary {shape.vocab_size} "
+            f"and hidden size {shape.hidden_size}; give at least {need}"
         )
     return best
 
@@ -174,7 +183,9 @@ def min_workspace_bytes(
     top_k: int = 0,
     num_token_ids: int = 0,
 ) -> int:
-    """Smallest `workspace_bytes` that serves every call of an engine: scoring, sampling, filters and adjustments.
+    """Smallest `workspace_bytes` that serves every call of an engine.
+
+    That is scoring and sampling, with filters and adjustments, of any number of rows.
 
     Args:
         vocab_size: rows of the LM head.

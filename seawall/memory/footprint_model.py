@@ -73,15 +73,14 @@ def _native_token_bytes(spec: ModelSpec, b: int) -> int:
     rotary_dim = 0 if spec.rope is None else spec.rope.rotary_dim
     rotation = 2 * rotary_dim * b
     fused = (query + 2 * kv) * b
-    # While the rotation is made: float32 angles and one function of them, and small vectors.
-    making_rotation = 2 * (rotary_dim // 2) * FLOAT32 + 4 * FLOAT32
+    # Making the rotation takes less than the fused projection after it, and is left out.
     normed = _norm_bytes(hidden, 1, b)
     head_norms = _norm_bytes(query, spec.num_heads, b) if spec.qk_norm else 0
     swapped = (spec.num_heads + spec.num_kv_heads) * rotary_dim * b
     attended = query * b
     in_attention = max(hidden * b + fused, fused + max(head_norms, swapped, attended))
     in_mlp = hidden * b + 2 * spec.intermediate_size * b
-    return hidden * b + rotation + max(making_rotation, normed, in_attention, in_mlp)
+    return hidden * b + rotation + max(normed, in_attention, in_mlp)
 
 
 def _norm_bytes(width: int, num_rows: int, b: int) -> int:

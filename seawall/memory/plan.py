@@ -128,34 +128,26 @@ def solve(
     """
     _check_sizes(budget_bytes, accounts)
     _check_positive("page_bytes", page_bytes)
-    remarks = dict(notes or {})
-    caps = {f"{limits.max_running} x {limits.pages_per_seq} pages": _wanted_pages(limits)}
-    longest, name = limits.context_length, "context_length"
-    if max_total_tokens is not None:
-        _check_positive("max_total_tokens", max_total_tokens)
-        caps["max_total_tokens"] = ceil_div(max_total_tokens, limits.page_size)
-        if max_total_tokens < longest:
-            longest, name = max_total_tokens, "max_total_tokens"
-    if max_pages is not None:
-        _check_positive("max_pages", max_pages)
-        caps["max_pages"] = max_pages
+    name, longest = "context_length", limits.context_length
+    if max_total_tokens is not None and max_total_tokens < longest:
+        name, longest = "max_total_tokens", max_total_tokens
     least = ceil_div(longest, limits.page_size)
-    left = budget_bytes - sum(accounts.values())
-    bound, most = min(caps.items(), key=lambda cap: cap[1])
+    bound, most = _most_pages(limits, max_total_tokens, max_pages)
     if most < least:
         raise ConfigError(
             f"{bound} {most} holds {most * limits.page_size} tokens, fewer than {name} {longest}; "
             f"lower {name}"
         )
+    remarks = dict(notes or {})
+    lines = dict(accounts)
+    left = budget_bytes - sum(accounts.values())
     if left < least * page_bytes:
-        asked = dict(accounts)
-        asked[KV] = accounts.get(KV, 0) + least * page_bytes
+        lines[KV] = accounts.get(KV, 0) + least * page_bytes
         remarks.setdefault(KV, f"one request of {longest} tokens")
         fits = max(left, 0) // page_bytes * limits.page_size
         text = _misfit(budget_bytes, accounts, least * page_bytes, f"{name} {longest}", fits)
-        raise BudgetError(text, _render(budget_bytes, asked, remarks))
+        raise BudgetError(text, _render(budget_bytes, lines, remarks))
     num_pages = min(left // page_bytes, most)
-    lines = dict(accounts)
     lines[KV] = accounts.get(KV, 0) + num_pages * page_bytes
     reason = f"limited by {bound}" if num_pages == most else "all that the budget leaves"
     remarks.setdefault(KV, f"{num_pages} pages of {page_bytes} bytes, {reason}")
@@ -221,9 +213,22 @@ def solve_host(
     )
 
 
-def _wanted_pages(limits: Limits) -> int:
-    """Pages with which every seat can hold a sequence of full length."""
-    return limits.max_running * limits.pages_per_seq
+def _most_pages(
+    limits: Limits, max_total_tokens: int | None, max_pages: int | None
+) -> tuple[str, int]:
+    """The tightest bound on the pool besides the budget, and its name.
+
+    More pages than all seats can fill with sequences of full length would never be used.
+    """
+    seats, per_seq = limits.max_running, limits.pages_per_seq
+    bounds = [(f"{seats} x {per_seq} pages", seats * per_seq)]
+    if max_total_tokens is not None:
+        _check_positive("max_total_tokens", max_total_tokens)
+        bounds.append(("max_total_tokens", ceil_div(max_total_tokens, limits.page_size)))
+    if max_pages is not None:
+        _check_positive("max_pages", max_pages)
+        bounds.append(("max_pages", max_pages))
+    return min(bounds, key=lambda bound: bound[1])
 
 
 def _misfit(

@@ -28,7 +28,7 @@ from seawall.core.errors import ModelError
 from seawall.device.dtypes import torch_dtype
 from seawall.models.base import HeadWeights
 from seawall.models.hf_check import check_routing
-from seawall.models.weights import fill_random
+from seawall.models.weights import check_files, fill_random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,6 +67,9 @@ def load(request: LoadRequest, arena: Arena) -> CausalLM:
             attention cannot be routed.
     """
     config = _config(request.spec)
+    if not request.random_weights:
+        assert request.folder is not None
+        check_files(request.folder)
     with _quiet(), _as_model_error(request.spec.architecture, "cannot be loaded by transformers"):
         if request.random_weights:
             module = _random_module(config, request, arena.device)
@@ -209,13 +212,19 @@ def _trained_module(config: Any, request: LoadRequest, device: torch.device) -> 
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
+        # Reported in the loading info instead, where the tensor has a name.
+        ignore_mismatched_sizes=True,
         device_map=None if device.type == "cpu" else {"": device},
     )
+    misshapen = [
+        f"{name} of shape {list(found)} instead of {list(expected)}"
+        for name, found, expected in info["mismatched_keys"]
+    ]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(HARMLESS_SUFFIXES)]
     problems = {
+        "misshapen tensor": sorted(misshapen),
         "missing tensor": sorted(info["missing_keys"]),
         "unexpected tensor": sorted(unexpected),
-        "misshapen tensor": sorted(str(key) for key in info["mismatched_keys"]),
         "unreadable tensor": sorted(str(message) for message in info.get("error_msgs") or ()),
     }
     for problem, names in problems.items():

@@ -53,9 +53,7 @@ class Race:
         open: bool [F] rows whose kept ids may go on beyond the columns seen.
     """
 
-    def __init__(
-        self, filters: Filters, keys_F2: Tensor, peak_F: Tensor, mass_F: Tensor
-    ) -> None:
+    def __init__(self, filters: Filters, keys_F2: Tensor, peak_F: Tensor, mass_F: Tensor) -> None:
         """`mass_F` float64 is what top_p is a part of: sum of exp(logit - peak) in the k best."""
         self._filters = filters
         self._keys = keys_F2

@@ -51,7 +51,7 @@ class LogprobResult:
     entropy: Tensor | None
 
 
-def linear_logprobs(
+def linear_logprobs(  # noqa: PLR0913 -- the public contract
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None = None,
@@ -207,7 +207,7 @@ def accumulate(
 
 
 def _pick(tile_RT: Tensor, start: int, ids_RM: Tensor, out_RM: Tensor) -> None:
-    """out = the tile's logits at the ids that lie in it; the others keep what they have."""
+    """Set out to the tile's logits at the ids that lie in it; keep the others."""
     width = tile_RT.shape[1]
     for first in range(0, ids_RM.shape[1], PICK_CHUNK):
         columns = ids_RM[:, first : first + PICK_CHUNK] - start

@@ -85,7 +85,7 @@ class DrawInput:
         )
 
 
-def linear_sample(
+def linear_sample(  # noqa: PLR0913 -- the public contract
     hidden: Tensor,
     weight: Tensor,
     *,
@@ -232,9 +232,7 @@ class _Block:
         most = int(self._filters.top_k.max())
         return RunningTopK(min(most, CANDIDATES))
 
-    def _draw_filtered(
-        self, best: RunningTopK, softmax: RunningSoftmax
-    ) -> tuple[Tensor, Tensor]:
+    def _draw_filtered(self, best: RunningTopK, softmax: RunningSoftmax) -> tuple[Tensor, Tensor]:
         """Race among the best few; rows not certain to end there are sorted whole.
 
         The first rows of `softmax` are the filtered ones.

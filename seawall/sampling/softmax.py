@@ -68,7 +68,7 @@ def _rescale(slope_R: Tensor, total_R: Tensor, offset_R: Tensor) -> None:
 
 
 def subtract_logsumexp(values: Tensor, lse_R: Tensor) -> None:
-    """values -= lse in place, with the float64 lse split in two so that float32 values keep it."""
+    """Subtract in place, with the float64 lse split in two so that nothing of it is lost."""
     high = lse_R.float()
     low = lse_R.sub(high).float()
     if values.dim() == 2:

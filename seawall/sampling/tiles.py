@@ -102,9 +102,7 @@ class Buffers:
         return Buffers(
             plan=plan,
             logits=torch.empty(plan.rows * plan.ids, dtype=torch.float32, device=device),
-            scratch=torch.empty(
-                3 * plan.scratch_rows * plan.ids, dtype=torch.int32, device=device
-            ),
+            scratch=torch.empty(3 * plan.scratch_rows * plan.ids, dtype=torch.int32, device=device),
             weight=weight,
         )
 
@@ -150,9 +148,9 @@ class TileReader:
         if chosen is not None:
             hidden = hidden.index_select(0, chosen)
         if not _usable(hidden):
-            hidden = torch.empty(
-                hidden.shape, dtype=torch.float32, device=hidden.device
-            ).copy_(hidden)
+            hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device).copy_(
+                hidden
+            )
         self._hidden = hidden
         self.num_rows = hidden.shape[0]
         self.poison = hidden.new_zeros(self.num_rows)
@@ -221,7 +219,7 @@ def _divisors(
     """Temperatures to divide by; 1 where a row is unscaled."""
     if isinstance(temperature, float):
         return temperature if temperature >= MIN_TEMPERATURE else 1.0
-    part = temperature[first_row:end_row]
+    part = temperature[first_row:end_row].float()  # a float64 divisor would copy the tile
     if chosen is not None:
         part = part.index_select(0, chosen)
     divisors = part.masked_fill(part < MIN_TEMPERATURE, 1.0)

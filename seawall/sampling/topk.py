@@ -47,7 +47,7 @@ class RunningTopK:
 
 def tile_topk(tile_RT: Tensor, num_best: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
     """The best logits of a tile and their places in it, [R, min(num_best, T)] each."""
-    rows, width = tile_RT.shape
+    width = tile_RT.shape[1]
     kept = min(num_best, width)
     values, places = tile_RT.topk(min(kept + 1, width), dim=1)
     tied = (values[:, 1:] == values[:, :-1]).any(1).nonzero().view(-1)
@@ -59,7 +59,9 @@ def tile_topk(tile_RT: Tensor, num_best: int, buffers: Buffers) -> tuple[Tensor,
     return values, places
 
 
-def _keyed_topk(tile_RT: Tensor, some: Tensor, kept: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
+def _keyed_topk(
+    tile_RT: Tensor, some: Tensor, kept: int, buffers: Buffers
+) -> tuple[Tensor, Tensor]:
     """Select rows `some` by keys: logit in the high half, ordered as integers, place in the low."""
     rows, width = some.shape[0], tile_RT.shape[1]
     logits = buffers.floats(rows, width)

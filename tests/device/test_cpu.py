@@ -4,7 +4,7 @@ import torch
 
 from seawall.device.cpu import CpuRuntime
 from seawall.device.meter import Meter, NullMeter
-from seawall.device.runtime import Runtime
+from seawall.device.runtime import DeviceMemory, Runtime
 
 
 def test_cpu_runtime_witnesses_this_process() -> None:
@@ -16,6 +16,7 @@ def test_cpu_runtime_witnesses_this_process() -> None:
     assert "cpu" in runtime.name
     assert after.in_use_bytes - before.in_use_bytes > block.nbytes // 2
     assert after.peak_bytes >= block.nbytes
+    assert isinstance(after, DeviceMemory)
     assert after.available_bytes > 0
 
 

@@ -19,7 +19,10 @@ class Forest:
         self.owner = self.ledger.new_owner("feeder")
 
     def insert(
-        self, tokens: list[int] | np.ndarray, extra_key: str | None = None, priority: int = 0
+        self,
+        tokens: list[int] | range | np.ndarray,
+        extra_key: str | None = None,
+        priority: int = 0,
     ) -> PageIds:
         key = key_of(tokens, extra_key)
         pages = self.ledger.alloc(len(key) // self.page_size, self.owner)
@@ -27,7 +30,7 @@ class Forest:
         self.ledger.free(pages[: result.num_existing], self.owner)
         return result.page_ids
 
-    def cached(self, tokens: list[int] | np.ndarray, extra_key: str | None = None) -> int:
+    def cached(self, tokens: list[int] | range | np.ndarray, extra_key: str | None = None) -> int:
         """Tokens that the tree holds, without a lookup that would mark them as used."""
         node, done = self.tree.root, 0
         key = key_of(tokens, extra_key)
@@ -45,7 +48,7 @@ class Forest:
         return self.tree.stats().node_visits
 
 
-def key_of(tokens: list[int] | np.ndarray, extra_key: str | None = None) -> PrefixKey:
+def key_of(tokens: list[int] | range | np.ndarray, extra_key: str | None = None) -> PrefixKey:
     return PrefixKey(tokens=np.array(tokens, np.int32), extra_key=extra_key)
 
 
@@ -175,6 +178,27 @@ def test_eviction_takes_the_tail_of_a_long_leaf() -> None:
     assert forest.tree.evict(1) == 0
     assert forest.tree.stats().num_nodes == 0
     assert forest.ledger.num_free == 200
+
+
+def test_what_stays_of_a_trimmed_leaf_keeps_its_place_in_the_order() -> None:
+    forest = Forest(64, 1)
+    forest.insert([1])
+    forest.insert(range(100, 116))
+    forest.insert([2], priority=1)
+    forest.insert(range(200, 216), priority=1)
+    locked = [node for node in forest.tree.nodes() if len(node.page_ids) == 1]
+    for node in locked:
+        forest.tree.lock(node)
+    assert forest.tree.evict(17) == 17  # one whole leaf, and the tail of the other
+    assert forest.cached(range(200, 216)) == 15
+    for node in locked:
+        forest.tree.unlock(node)
+    forest.insert([3])
+    order = []
+    for _ in range(3):
+        assert forest.tree.evict(1) == 1
+        order.append([forest.cached([token]) for token in (1, 3, 2, 200)])
+    assert order == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]
 
 
 def test_a_lock_protects_the_path_and_nothing_else() -> None:

@@ -36,7 +36,7 @@ from tests.models.counting import StorageCounter
 from tests.models.test_footprint_model import NoAttention
 
 LENGTH = 30
-GPT2 = {
+GPT2: dict[str, Any] = {
     "vocab_size": VOCAB,
     "n_positions": 64,
     "n_embd": 48,
@@ -46,7 +46,7 @@ GPT2 = {
     "eos_token_id": 2,
 }
 HALF_HEAD = 6
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
     "short_factor": [1.0 + 0.1 * i for i in range(HALF_HEAD)],
@@ -114,7 +114,7 @@ def test_longrope_follows_the_context_and_not_the_neighbours(tmp_path: Path) -> 
     whole = forward(long, spec, many, steps=(40,))
     assert_same_logits(whole, reference(theirs, many))
     alone = forward(long, spec, few, steps=(12,))
-    beside = forward(long, spec, few, many, steps=(12, 28))
+    beside = forward(long, spec, few, many, steps=(40,))
     assert_same_logits(beside, alone, 1e-5)
 
 
@@ -255,7 +255,11 @@ def test_unknown_model_type_is_refused() -> None:
     [
         ("transformer.h.0.ln_1.weight", None, "missing tensor transformer.h.0.ln_1.weight"),
         ("transformer.h.0.ln_9.weight", torch.ones(3), "unexpected tensor .*ln_9"),
-        ("transformer.h.0.ln_1.weight", torch.ones(3), "ln_1"),
+        (
+            "transformer.h.0.ln_1.weight",
+            torch.ones(3),
+            r"ln_1\.weight of shape \[3\] instead of \[48\]",
+        ),
     ],
 )
 def test_broken_checkpoints_are_refused(
@@ -275,25 +279,27 @@ def test_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = save(random_model(MODELS["gpt2"]), tmp_path)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="GPT2LMHeadModel cannot be loaded by transformers"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be read"):
         load(folder)
 
 
-class Shifted:
-    """A model whose logits or attention are not what they should be."""
+class Faulty:
+    """A model that scales its logits, or asks another's attention from its nth step on."""
 
-    def __init__(self, inner: Any, *, scale: float = 1.0, forgetful: bool = False) -> None:
+    def __init__(self, inner: Any, *, scale: float = 1.0, strays_after: int = 100) -> None:
         head = inner.head
         self.head = HeadWeights(weight=head.weight, bias=head.bias, scale=scale)
         self.weights = inner.weights
         self._inner = inner
-        self._forgetful = forgetful
+        self._steps_left = strays_after
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Any) -> Tensor:
-        if self._forgetful:
+        if self._steps_left == 0:
             lengths = attention._lengths
             attention = DenseAttention(12**-0.5)
             attention.prepare(lengths)
+        else:
+            self._steps_left -= 1
         hidden: Tensor = self._inner.forward(tokens_T, positions_T, attention)
         return hidden
 
@@ -307,10 +313,12 @@ def test_check_finds_wrong_logits_and_lost_state(tmp_path: Path) -> None:
 
     with torch.inference_mode():
         check_routing(ours, spec, own)
-        with pytest.raises(ModelError, match="logits in one step differ .* the limit is 0.001"):
-            check_routing(Shifted(ours, scale=1.01), spec, own)
+        with pytest.raises(ModelError, match=r"logits in one step differ .* the limit is 0.001"):
+            check_routing(Faulty(ours, scale=1.01), spec, own)
         with pytest.raises(ModelError, match="attention was asked by layers"):
-            check_routing(Shifted(ours, forgetful=True), spec, own)
+            check_routing(Faulty(ours, strays_after=0), spec, own)
+        with pytest.raises(ModelError, match=r"logits in two steps differ .* the limit is 0.001"):
+            check_routing(Faulty(ours, strays_after=1), spec, own)
         with pytest.raises(ModelError, match="attention was asked by layers"):
             check_routing(ours, replace(spec, num_layers=3), own)
 

@@ -45,12 +45,20 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn with mscale": {
         "rope_type": "yarn",
         "factor": 4.0,
-        "original_max_position_embeddings": 16,
+        # Long enough for the ramp to lie within the six pairs.
+        "original_max_position_embeddings": 256,
         "mscale": 1.0,
         "mscale_all_dim": 0.7,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
         "truncate": False,
+    },
+    "yarn, truncated ramp": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
     },
     "yarn with attention factor": {
         "rope_type": "yarn",
@@ -151,7 +159,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
 
 
 def test_old_configurations_load(tmp_path: Path) -> None:
-    """rope_theta and rope_scaling at the top, torch_dtype, no head_dim: as before transformers 5."""
+    """rope_theta and rope_scaling at the top, torch_dtype, no head_dim."""
     config = transformers.LlamaConfig(
         **SIZES, rope_parameters={"rope_theta": 700.0, "rope_type": "linear", "factor": 2.0}
     )

@@ -1,0 +1,1 @@
+"""Measurements through the public API: offline throughput, and a comparison on one CPU."""

@@ -1,0 +1,1 @@
+"""The command line: `seawall demo | generate | score | plan | doctor | bench | serve`."""
