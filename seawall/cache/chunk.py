@@ -26,8 +26,8 @@ class ChunkCache:
         return self._tree.num_evictable
 
     def match(self, key: PrefixKey) -> Match:
-        """Find what the samples of the same group have stored; nothing without an extra key."""
-        return self._tree.match(key if key.extra_key is not None else key.head(0))
+        """Find what the samples of the same group have stored (never without an extra key)."""
+        return self._tree.match(key)
 
     def lock(self, node: TreeNode) -> None:
         """Keep the prefix that ends in `node`."""

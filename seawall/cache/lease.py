@@ -194,7 +194,8 @@ class Lease:
         first = self.num_shared
         if len(page_ids) <= first:
             return range(0)  # the cache stored nothing
-        changed = range(first, max(first, num_existing))
+        assert first <= num_existing, (first, num_existing)  # what is locked can't have gone
+        changed = range(first, num_existing)
         copies = self._pages[changed.start : changed.stop].copy()
         self._pages[: len(page_ids)] = page_ids
         self.num_shared = len(page_ids)
@@ -248,7 +249,6 @@ class LeaseBook:
                 sampling of the next token must compute lies beyond.
         """
         num_tokens = max(0, min(max_match_tokens, len(key_tokens)))
-        num_tokens -= num_tokens % self.page_size
         key = PrefixKey(tokens=key_tokens[:num_tokens], extra_key=extra_key)
         lease = Lease(self, rid, key)
         self._open[lease.owner] = lease

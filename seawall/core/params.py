@@ -201,7 +201,13 @@ def resolve_max_new(params: SamplingParams, num_prompt: int, limits: RequestLimi
     """
     room = limits.max_tokens - num_prompt
     if params.max_new_tokens is None:
-        return min(DEFAULT_MAX_NEW_TOKENS, room)
+        default = min(DEFAULT_MAX_NEW_TOKENS, room)
+        if params.min_new_tokens > default:
+            raise RequestError(
+                f"min_new_tokens: got {params.min_new_tokens}, max_new_tokens is {default} when "
+                "not given; give max_new_tokens too"
+            )
+        return default
     if params.max_new_tokens > room:
         name = _binding_limit(limits)
         raise RequestError(

@@ -151,7 +151,7 @@ class StepResult:
 
     Attributes:
         tokens: int32 [R], valid where the plan's `samples` is set.
-        failed: bool [R] rows whose logits were not finite: no token can be drawn.
+        failed: bool [R] rows whose logits were not finite: no token or score can be had.
         prompt_scores: row index to the scores of its [score_start, score_end).
         output_scores: row index to the scores of its sampled token.
     """

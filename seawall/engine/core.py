@@ -108,18 +108,13 @@ class EngineCore:
         answers, self._answers = self._answers, []
         return [*answers, *self.scheduler.take_outputs()]
 
-    def fail_all(self, message: str) -> list[FromCore]:
-        """End every request; what is in flight is dropped."""
-        self._in_flight = None
-        self.scheduler.abort(None, message)
-        return list(self.scheduler.take_outputs())
-
     def _plan(self) -> StepPlan | None:
         try:
             return self.scheduler.plan(in_flight=self._in_flight is not None)
         except Exception as error:  # process boundary: see the module's docstring
             logger.exception("planning failed")
-            self.scheduler.abort(None, f"engine fault while planning: {error}")
+            reason = f"engine fault while planning: {type(error).__name__}: {error}"
+            self.scheduler.abort(None, reason, status_code=500)
             return None
 
     def _launch(self, plan: StepPlan | None) -> Flight | None:

@@ -2,19 +2,30 @@
 
     caller threads --submit--> inbox --intake--> core.turn() --deliver--> mailboxes by request id
 
-The thread owns the core: nobody else calls it after `start`. Deliveries go to the mailbox that was
-registered for the request; mailboxes of finished requests are removed by whoever registered them.
+The thread owns the core: nobody else calls it after `start`. Answers go to the mailbox that was
+registered with the request; it is there until the core has given the last answer, even if its
+reader has left, so that answers to an old request never reach a new one of the same name. When the
+thread ends, for whatever reason, every open mailbox gets a last answer: nobody waits for ever.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
-from seawall.core.errors import EngineError
-from seawall.core.wire import CacheFlushed, FromCore, OutputDelta, ToCore
+from seawall.core.errors import EngineError, RequestError
+from seawall.core.wire import (
+    CacheFlushed,
+    FinishReason,
+    FlushCache,
+    FromCore,
+    GenerateRequest,
+    OutputDelta,
+    ToCore,
+)
 from seawall.engine.core import EngineCore
 
 logger = logging.getLogger("seawall.engine")
@@ -38,6 +49,15 @@ class _Call:
         self.error: Exception | None = None
 
 
+@dataclass(slots=True)
+class _Talk:
+    """A message whose answers have not all come; `mailbox` is None once its reader has left."""
+
+    message: ToCore
+    mailbox: Mailbox | None
+    num_left: int
+
+
 class CoreThread:
     """The thread, its inbox, and the mailboxes its results go to."""
 
@@ -46,8 +66,9 @@ class CoreThread:
         self._core = core
         self._inside = inside
         self._inbox: queue.SimpleQueue[ToCore | _Stop | _Call] = queue.SimpleQueue()
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._lock = threading.Lock()
+        self._talks: dict[str, _Talk] = {}
+        # Guards `_talks` and `_dead`; notified when a talk whose reader has left is over.
+        self._lock = threading.Condition()
         self._dead: str | None = None
         self._thread = threading.Thread(target=self._run, name="seawall-core", daemon=True)
         self._thread.start()
@@ -57,20 +78,29 @@ class CoreThread:
 
         Raises:
             EngineError: the engine was shut down or its core died.
+            RequestError: another request of that name has not ended.
         """
+        num_answers = message.sampling.n if isinstance(message, GenerateRequest) else 1
         with self._lock:
+            self._lock.wait_for(lambda: self._dead or not self._is_abandoned(key))
             self._check_alive()
-            self._mailboxes[key] = mailbox
-        self._inbox.put(message)
+            if key in self._talks:
+                raise RequestError(
+                    f"rid: {key!r} is the name of a request that has not ended; give another name"
+                )
+            self._talks[key] = _Talk(message, mailbox, num_answers)
+            self._inbox.put(message)
 
     def send(self, message: ToCore) -> None:
         """Send a message that is not answered."""
         self._inbox.put(message)
 
     def forget(self, key: str) -> None:
-        """Remove a mailbox; later deliveries for it are dropped."""
+        """Drop what else may come for `key`; whoever submitted it has stopped listening."""
         with self._lock:
-            self._mailboxes.pop(key, None)
+            talk = self._talks.get(key)
+            if talk is not None:
+                talk.mailbox = None
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function on the core thread, between two turns, and return its result.
@@ -132,25 +162,43 @@ class CoreThread:
         self._core.intake(messages)
         return True
 
+    def _is_abandoned(self, key: str) -> bool:
+        talk = self._talks.get(key)
+        return talk is not None and talk.mailbox is None
+
     def _deliver(self, answers: list[FromCore]) -> None:
         for answer in answers:
             key = answer.rid if isinstance(answer, OutputDelta) else _ticket_key(answer)
-            mailbox = self._mailboxes.get(key)
+            with self._lock:
+                talk = self._talks.get(key)
+                if talk is None:
+                    continue
+                if not isinstance(answer, OutputDelta) or answer.finish is not None:
+                    talk.num_left -= 1
+                    if talk.num_left == 0:
+                        del self._talks[key]
+                        self._lock.notify_all()
+                mailbox = talk.mailbox
             if mailbox is not None:
                 mailbox(answer)
 
     def _close(self, reason: str) -> None:
+        """Answer everybody who waits, without asking the core, which may be what broke."""
         with self._lock:
             self._dead = reason
+            talks = list(self._talks.values())
+            self._talks.clear()
+            self._lock.notify_all()
         with suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
                 if isinstance(item, _Call):
                     item.error = EngineError(f"engine: {reason}; make a new Engine")
                     item.done.set()
-                elif not isinstance(item, _Stop):
-                    self._core.intake([item])
-        self._deliver(self._core.fail_all(f"engine {reason}"))
+        for talk in talks:
+            for answer in _last_answers(talk.message, f"engine {reason}"):
+                if talk.mailbox is not None:
+                    talk.mailbox(answer)
 
 
 def _run_call(call: _Call) -> None:
@@ -163,3 +211,13 @@ def _run_call(call: _Call) -> None:
 
 def _ticket_key(answer: CacheFlushed) -> str:
     return f"ticket {answer.ticket}"
+
+
+def _last_answers(message: ToCore, reason: str) -> Iterator[FromCore]:
+    """What ends a message that the core will not answer any more; too much does no harm."""
+    if isinstance(message, GenerateRequest):
+        finish = FinishReason(type="abort", message=reason, status_code=500)
+        for index in range(message.sampling.n):
+            yield OutputDelta(rid=message.rid, index=index, finish=finish)
+    elif isinstance(message, FlushCache):
+        yield CacheFlushed(ticket=message.ticket, done=False)

@@ -39,8 +39,8 @@ class GenerateOptions(TypedDict, total=False):
     logprobs_mode: str | None
     return_text_in_logprobs: bool
     rid: str | Sequence[str] | None
-    priority: int | None
-    extra_key: str | None
+    priority: int | None | Sequence[int | None]
+    extra_key: str | None | Sequence[str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class InputReader:
         return Call(
             requests=tuple(requests),
             is_batch=is_batch,
-            text_in_logprobs=bool(options.get("return_text_in_logprobs", False)),
+            text_in_logprobs=columns.flag("return_text_in_logprobs", 0) if prompts else False,
         )
 
     def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -147,8 +147,8 @@ class InputReader:
             sampling,
             logprob,
             rid=columns.rid(i),
-            priority=columns.options.get("priority") or 0,
-            extra_key=columns.options.get("extra_key"),
+            priority=columns.number("priority", i) or 0,
+            extra_key=columns.text("extra_key", i),
         )
 
     def request(
@@ -220,6 +220,12 @@ class _Columns:
         ):
             return self._item(name, value, i)  # type: ignore[return-value]
         return value  # type: ignore[return-value]
+
+    def text(self, name: str, i: int) -> str | None:
+        value = self._value(name, i)
+        if value is None or isinstance(value, str):
+            return value
+        raise RequestError(f"{name}: got {value!r}, a string is needed")
 
     def rid(self, i: int) -> str | None:
         value = self.options.get("rid")

@@ -67,6 +67,8 @@ class Runner:
         rows = np.flatnonzero(plan.samples)
         tokens = np.zeros(plan.num_rows, np.int32)
         failed = np.zeros(plan.num_rows, np.bool_)
+        for row, scores in flight.prompt_scores.items():
+            failed[row] = np.isnan(scores.logprobs).any()
         output_scores: dict[int, Scores] = {}
         if len(rows):
             seats = plan.seats[rows].astype(np.int64)
@@ -78,7 +80,7 @@ class Runner:
                 output_scores = self._output_scores(flight.hidden, rows, seats, ids, logprobs, adjust)
             self.seats.last_token_host[seats] = ids
             tokens[rows] = ids
-            failed[rows] = ~np.isfinite(logprobs)
+            failed[rows] |= ~np.isfinite(logprobs)
         return StepResult(
             step=plan.step,
             tokens=tokens,

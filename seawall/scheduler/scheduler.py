@@ -111,10 +111,12 @@ class Scheduler:
             self._queue.enter(request)
         self._requests[message.rid] = samples
 
-    def abort(self, rid: str | None, message: str = "aborted by the caller") -> None:
+    def abort(
+        self, rid: str | None, message: str = "aborted by the caller", *, status_code: int = 499
+    ) -> None:
         """End a request (or all of them), wherever it is; pages come back at once."""
         names = list(self._requests) if rid is None else [rid]
-        reason = FinishReason(type="abort", message=message, status_code=499)
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
         for name in names:
             for request in list(self._requests.get(name, {}).values()):
                 self._finish(request, reason)
@@ -297,9 +299,10 @@ class Scheduler:
             token = int(result.tokens[i]) if plan.samples[i] else None
             if token is not None:
                 request.outstanding -= 1
-                if result.failed[i]:
-                    self._finish(request, _not_finite(request))
-                    continue
+            if result.failed[i]:
+                # Its KV may be no better than its logits: nobody else must find it.
+                self._finish(request, _not_finite(request), keep=False)
+                continue
             if not request.committed and request.applied >= request.num_tokens:
                 self._commit(request)
             self._emit(request, i, token, result)

@@ -16,8 +16,14 @@ from seawall.cache.lease import Lease, LeaseBook, PrefixHold
 from seawall.cache.pages import FREE, QUARANTINE, PageLedger
 from seawall.cache.radix import RadixCache
 
-# A slot's content: the extra key and all tokens up to and including this position.
-Content = tuple[str | None, bytes]
+
+def contents_of(tokens: np.ndarray, extra_key: str | None) -> np.ndarray:
+    """What each position's KV is computed from: the extra key and all tokens up to it, hashed."""
+    state, contents = hash(("extra", extra_key)), []
+    for token in tokens.tolist():
+        state = hash((state, token))
+        contents.append(state)
+    return np.array(contents, np.int64)
 
 
 def soak_factor() -> int:
@@ -33,9 +39,11 @@ class Running:
         self.tokens = tokens
         self.extra_key = extra_key
         self.computed = lease.num_cached_tokens
+        self.contents = contents_of(tokens, extra_key)
 
-    def content(self, position: int) -> Content:
-        return self.extra_key, self.tokens[: position + 1].tobytes()
+    def set_tokens(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        self.contents = contents_of(tokens, self.extra_key)
 
 
 class CacheMachine:
@@ -50,7 +58,7 @@ class CacheMachine:
         self.book = LeaseBook(self.ledger, chunk_cache if chunk else self.tree, page_size)
         self.running: list[Running] = []
         self.holds: list[PrefixHold] = []
-        self.slots: dict[int, Content] = {}
+        self.slots = np.zeros(num_pages * page_size, np.int64)
         self.num_opened = 0
         self.num_operations = 0
 
@@ -97,10 +105,9 @@ class CacheMachine:
         self._scribble(lease.page_ids[len(before) :])
         if end > len(run.tokens):
             sampled = np.full(end - len(run.tokens), self.num_operations % 2, np.int32)
-            run.tokens = np.concatenate([run.tokens, sampled])
+            run.set_tokens(np.concatenate([run.tokens, sampled]))
         assert run.computed >= lease.writable_from
-        for position in range(run.computed, end):
-            self.slots[self._slot(lease, position)] = run.content(position)
+        self.slots[self._slots(lease)[run.computed : end]] = run.contents[run.computed : end]
         run.computed = end
 
     def commit(self, which: int) -> None:
@@ -126,7 +133,7 @@ class CacheMachine:
         keep = max(-(-num_tokens // self.page_size), lease.num_shared)
         assert lease.num_pages == min(keep, len(before)) == len(before) - freed
         run.computed = min(run.computed, max(num_tokens, lease.writable_from))
-        run.tokens = run.tokens[: max(run.computed, 1)]
+        run.set_tokens(run.tokens[: max(run.computed, 1)])
 
     def hold(self, which: int) -> None:
         self.holds.append(self.running[which % len(self.running)].lease.hold())
@@ -175,8 +182,8 @@ class CacheMachine:
         for run in self.running:
             lease = run.lease
             assert np.array_equal(np.sort(lease.page_ids[lease.num_shared :]), self._own(lease))
-            for position in range(run.computed):
-                assert self.slots[self._slot(lease, position)] == run.content(position)
+            read = self.slots[self._slots(lease)[: run.computed]]
+            assert np.array_equal(read, run.contents[: run.computed])
 
     def _check_owners(self) -> None:
         tree_pages = [page for node in self.tree.nodes() for page in node.page_ids.tolist()]
@@ -224,26 +231,25 @@ class CacheMachine:
     def _longest_stored(self, tokens: np.ndarray, extra_key: str | None) -> int:
         """Whole-page tokens that the tree holds, found by looking at all of its pages' contents."""
         size = self.page_size
-        contents = {
-            self.slots[(page + 1) * size - 1]
+        stored = {
+            int(self.slots[(page + 1) * size - 1])
             for node in self.tree.nodes()
             for page in node.page_ids.tolist()
         }
         whole = 0
-        while whole + size <= len(tokens):
-            if (extra_key, tokens[: whole + size].tobytes()) not in contents:
+        for content in contents_of(tokens, extra_key)[size - 1 :: size].tolist():
+            if content not in stored:
                 break
             whole += size
         return whole
 
     def _scribble(self, page_ids: np.ndarray) -> None:
-        for page in page_ids.tolist():
-            for slot in range(page * self.page_size, (page + 1) * self.page_size):
-                self.slots[slot] = (None, b"nothing yet")
+        self.slots.reshape(-1, self.page_size)[page_ids] = 0
 
-    def _slot(self, lease: Lease, position: int) -> int:
-        page = int(lease.page_ids[position // self.page_size])
-        return page * self.page_size + position % self.page_size
+    def _slots(self, lease: Lease) -> np.ndarray:
+        """Slot of each position that the lease has a page for."""
+        first = lease.page_ids.astype(np.int64) * self.page_size
+        return (first[:, None] + np.arange(self.page_size)).ravel()
 
     def _own(self, lease: Lease) -> np.ndarray:
         return self.ledger.pages_of(lease.owner)

@@ -172,9 +172,7 @@ class FakeRunner:
         assert len(pages) >= count
         assert [self.table[request.seat].get(column) for column in range(count)] == pages[:count]
 
-    def _compute(
-        self, plan: StepPlan, row: int, request: Request, tokens: list[int]
-    ) -> list[int]:
+    def _compute(self, plan: StepPlan, row: int, request: Request, tokens: list[int]) -> list[int]:
         """Hashes of the row's positions; reads all earlier ones, writes those the plan says."""
         assert self.scheduler is not None
         ledger = self.scheduler._leases.ledger

@@ -57,7 +57,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "memory", "cache", "scheduler", "process", *DEVICE},
     "offline": {"core", "text", "engine"},
     "ops": {"core", "sampling", "kernels", "parallel"},  # public numeric functions
-    "cli": {"core", "memory", "offline", "server", "engine"},
+    # Users of the public surface, which may therefore import the package itself.
+    "benchmarks": {"core", "memory", "offline", "ops", "__init__"},
+    "cli": {"core", "memory", "offline", "server", "engine", "benchmarks", "__init__"},
     # Front doors: they hand over to one part and hold nothing.
     "__init__": {"core", "offline", "ops"},
     "__main__": {"cli"},
@@ -66,9 +68,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Third-party names beyond the standard library. Anything else is not a dependency of the core
 # installation and may be imported only by the one module listed for it.
-INSTALLED = {"numpy", "msgspec", "tokenizers", "safetensors", "jinja2", "tqdm", "torch"}
+INSTALLED = {
+    "huggingface_hub",
+    "jinja2",
+    "msgspec",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "tqdm",
+}
 OPTIONAL: dict[str, set[str]] = {
-    "transformers": {"seawall.models.hf"},
+    "transformers": {"seawall.models.hf", "seawall.benchmarks.peers"},
     "flashinfer": {"seawall.attention.flashinfer", "seawall.kernels.flashinfer"},
     "ray": {"seawall.process.ray"},
     "xgrammar": {"seawall.grammar.xgrammar"},
@@ -133,13 +144,13 @@ def test_every_import_is_in_the_table() -> None:
     assert not wrong, "\n".join(["not allowed by the table:", *wrong])
 
 
-def test_nobody_imports_the_front_door() -> None:
-    """`import seawall` from inside would make every part depend on the public surface."""
+def test_only_users_of_the_public_surface_import_it() -> None:
+    """`import seawall` from any other part would make it depend on everything."""
     wrong = [
         f"{source.file}:{found.line}"
         for source in sources()
         for found in imports(source)
-        if found.target == "seawall"
+        if found.target == "seawall" and "__init__" not in MAY_IMPORT[source.package]
     ]
     assert not wrong, wrong
 

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 from source_tree import PACKAGE, REPO
+from test_layers import INSTALLED
 
 import seawall
 
@@ -81,3 +82,9 @@ def test_package_data_ships_the_demo_model_and_the_type_marker() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = project["tool"]["setuptools"]["package-data"]["seawall"]
     assert {"py.typed", "demo_model/*"} <= set(shipped)
+
+
+def test_every_installed_library_is_a_dependency() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[<>=\[; ]", line)[0] for line in project["dependencies"]}
+    assert declared == INSTALLED
