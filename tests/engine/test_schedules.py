@@ -36,7 +36,7 @@ PROBES = [
     Probe(ids=prompt(12, 8), params={**DRAWN, "top_k": 5, "sampling_seed": -3}),
     Probe(ids=prompt(12, 9), params={**DRAWN, "top_p": 0.6}, start_len=11),
     Probe(ids=prompt(12, 9), params={**DRAWN, "min_p": 0.1, "temperature": 1.3}),
-    Probe(ids=prompt(16, 10), params={**DRAWN, "stop_token_ids": [5, 11, 17, 23, 29, 35]}),
+    Probe(ids=prompt(16, 10), params={**DRAWN, "stop_token_ids": list(range(3, 30))}),
     Probe(ids=prompt(19, 11), params={**DRAWN, "n": 3}, start_len=0),
     Probe(ids=prompt(3, 12), params={**DRAWN, "n": 2, "repetition_penalty": 1.2}),
 ]
@@ -141,22 +141,17 @@ def test_after_retraction(
     with open_engine(
         tiny,
         page_size=page_size,
-        max_total_tokens=96,
+        max_total_tokens=72,
         schedule_conservativeness=0.05,
         disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap,
     ) as engine:
         expect_short_answers(engine)
-        crowd = [*PROBES, *(Probe(ids=p.ids, params={**GREEDY}) for p in PROBES)]
-        found = run(engine, crowd)
-        retracted = [
-            sample["meta_info"]["num_retractions"]
-            for samples in found[: len(PROBES)]
-            for sample in samples
-        ]
+        found = run(engine, PROBES * 3)
+        retracted = [s["meta_info"]["num_retractions"] for samples in found for s in samples]
         assert sum(retracted) > 0
-        assert engine.get_server_info()["internal_states"][0]["retractions"] > 0
-    assert_same(found[: len(PROBES)], alone, PROBES)
+        assert engine.get_server_info()["internal_states"][0]["retractions"] >= sum(retracted)
+    assert_same(found, alone * 3, PROBES * 3)
 
 
 def expect_short_answers(engine: Engine) -> None:

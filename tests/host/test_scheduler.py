@@ -178,7 +178,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=120 * soak_factor(),
+    max_examples=80 * soak_factor(),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
