@@ -76,15 +76,7 @@ def linear_logprobs(
     _check_processing(rows, vocab_size, temperature, softcap, bias, scale)
     _check_bitmask(bitmask, rows, vocab_size)
     _check_adjust(adjust, rows, vocab_size)
-    if targets is not None:
-        _check_tensor("targets", targets, (rows,), _INTEGERS)
-        _check_range("targets", targets, vocab_size)
-    if token_ids is not None:
-        if token_ids.dim() == 1:
-            _check_tensor("token_ids", token_ids, (token_ids.shape[0],), _INTEGERS)
-        else:
-            _check_tensor("token_ids", token_ids, (rows, token_ids.shape[-1]), _INTEGERS)
-        _check_range("token_ids", token_ids, vocab_size)
+    _check_ids(targets, token_ids, rows, vocab_size)
     if not 0 <= top_k <= vocab_size:
         raise ValueError(f"top_k: {top_k} is not in [0, {vocab_size}]; ask for fewer ids")
     if with_rank and targets is None:
@@ -223,6 +215,18 @@ def _check_processing(
         raise ValueError(f"scale: {scale} is not finite; give a finite number")
     if bias is not None:
         _check_tensor("bias", bias, (vocab_size,), _FLOATS)
+
+
+def _check_ids(
+    targets: Tensor | None, token_ids: Tensor | None, rows: int, vocab_size: int
+) -> None:
+    if targets is not None:
+        _check_tensor("targets", targets, (rows,), _INTEGERS)
+        _check_range("targets", targets, vocab_size)
+    if token_ids is not None:
+        shape = (rows,) if token_ids.dim() > 1 else ()
+        _check_tensor("token_ids", token_ids, (*shape, *token_ids.shape[-1:]), _INTEGERS)
+        _check_range("token_ids", token_ids, vocab_size)
 
 
 def _check_bitmask(bitmask: Tensor | None, rows: int, vocab_size: int) -> None:

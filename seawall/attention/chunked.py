@@ -27,7 +27,8 @@ from seawall.device.arena import Arena
 from seawall.kv.pool import KVPool
 from seawall.memory.footprint_attention import QUERY_TOKENS, AttentionSizes
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# The public function keeps the log-sum-exp to itself.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]

@@ -36,8 +36,6 @@ MIN_RAGGED_TOKENS = 4
 # A chunk of several tokens goes ragged while it takes no more entries than this.
 MAX_CHUNK_ENTRIES = 6144
 
-_bag = torch.ops.aten._embedding_bag_forward_only.default
-
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 
@@ -105,6 +103,7 @@ class RaggedAttention:
     def prepare(
         self, rows: AttentionRows, offsets: LongArray, chosen: npt.NDArray[np.bool_]
     ) -> None:
+        """Lays out the tokens of the chosen rows: columns, bias and bounds of the matrix."""
         self._step = None
         lengths = np.where(chosen, rows.lengths, 0)
         num_tokens = int(lengths.sum())
@@ -182,6 +181,7 @@ class RaggedAttention:
         bias.copy_(torch.from_numpy(tail)[:, None, :])
 
     def run(self, q_THD: Tensor, layer: int, out_THD: Tensor) -> None:
+        """Attends for the tokens of the step; the pool has its keys and values already."""
         step = self._step
         if step is None:
             return
@@ -195,7 +195,9 @@ class RaggedAttention:
         )
         for group in step.groups:
             torch.softmax(group, 1, out=group)
-        bags = _bag(values_SD, step.columns, step.bounds, False, 0, False, step.scores)
+        bags = torch.embedding_bag(
+            values_SD, step.columns, step.bounds, False, 0, False, step.scores
+        )
         out_THD.index_copy_(0, step.token_ids, bags[0].view(-1, *out_THD.shape[1:]))
 
 

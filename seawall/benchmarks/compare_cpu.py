@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,6 @@ _FIRST_TOKEN = (
 _STARTS = {"import_seawall_s": "import seawall; print('done')", "first_token_s": _FIRST_TOKEN}
 _REPEATS = 3
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -63,7 +61,7 @@ class Plan:
     seed: int = 1
 
 
-def compare(plan: Plan, say: Say) -> dict[str, Any]:
+def compare(plan: Plan) -> dict[str, Any]:
     """Run it all; a system that breaks is reported with its error."""
     threads = plan.threads or os.cpu_count() or 1
     runs: list[dict[str, Any]] = []
@@ -74,12 +72,12 @@ def compare(plan: Plan, say: Say) -> dict[str, Any]:
             _write_work(plan, model, folder, work_file)
             outputs: dict[str, list[list[int]]] = {}
             for system in plan.systems:
-                say(f"{model}: {system} ...")
+                _say(f"{model}: {system} ...")
                 run, ids = _run(system, folder, work_file, threads)
                 outputs[system] = ids
                 run |= {"model": model, "system": system, "same": _same(outputs, system)}
                 runs.append(run)
-                say(f"{model}: {system} {run.get('output_throughput', run.get('error'))}")
+                _say(f"{model}: {system} {run.get('output_throughput', run.get('error'))}")
     starts = {name: min(_start(code) for _ in range(_REPEATS)) for name, code in _STARTS.items()}
     return {
         "benchmark": "compare_cpu",
@@ -92,7 +90,8 @@ def compare(plan: Plan, say: Say) -> dict[str, Any]:
 
 def table(summary: Mapping[str, Any]) -> str:
     """The result for people."""
-    lines = [f"{'model':<10}{'system':<12}{'requests':>9}{'seconds':>9}{'tokens/s':>10}  ratio  same"]
+    heads = f"{'model':<10}{'system':<12}{'requests':>9}{'seconds':>9}{'tokens/s':>10}"
+    lines = [f"{heads}  ratio  tokens/cpu s  same"]
     for run in summary["runs"]:
         name = f"{Path(run['model']).name:<10}{run['system']:<12}"
         if "error" in run:
@@ -101,9 +100,10 @@ def table(summary: Mapping[str, Any]) -> str:
         ratio = _ratio(summary["runs"], run)
         lines.append(
             f"{name}{run['requests']:>9}{run['duration_s']:>9.1f}{run['output_throughput']:>10.0f}"
-            f"{ratio:>7}{run['same']:>6.0%}"
+            f"{ratio:>7}{run['output_tokens'] / run['cpu_s']:>14.0f}{run['same']:>6.0%}"
         )
-    lines.append("ratio: to `batch`; same: requests with the output ids of the first system")
+    lines.append("ratio: to `batch`, by the clock; tokens/cpu s: what a busy machine changes least")
+    lines.append("same: requests with the output ids of the first system")
     lines += [f"{name:<20}{summary[name]:.2f}" for name in _STARTS]
     return "\n".join(lines) + "\n"
 
@@ -179,9 +179,13 @@ def _start(code: str) -> float:
         return time.perf_counter() - start
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
 def main() -> None:
     """`python -m seawall.benchmarks.compare_cpu [RESULT.json]` with the defaults."""
-    summary = compare(Plan(), lambda line: sys.stderr.write(line + "\n") and None)
+    summary = compare(Plan())
     sys.stdout.write(table(summary))
     line = json.dumps(summary)
     if len(sys.argv) > 1:

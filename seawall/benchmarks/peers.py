@@ -1,4 +1,6 @@
-"""One system of compare_cpu.py, run in its own process: python -m seawall.benchmarks.peers SYSTEM
+"""One system of compare_cpu.py, in a process of its own.
+
+    python -m seawall.benchmarks.peers SYSTEM --model FOLDER --work FILE --result FILE
 
 Reads a workload, times one system on it, writes counts, seconds and output ids. The only module
 of the benchmarks that imports transformers. `make-dummy` writes a model with random weights.
@@ -12,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+import transformers as untyped_transformers
 
 from seawall.benchmarks.workload import Workload
 from seawall.offline.engine import Engine
+
+# Its types are not strict; what it gives is checked by running it.
+transformers: Any = untyped_transformers
 
 _BATCH = 8
 _WARM = 4
@@ -53,7 +58,7 @@ def seawall(folder: Path) -> Iterator[System]:
 
 
 def batch(folder: Path) -> Iterator[System]:
-    """transformers' generate on 8 requests at a time, neighbours in output length."""
+    """The peer's generate on 8 requests at a time, neighbours in output length."""
     model = _load(folder)
 
     def generate(work: Workload) -> Outputs:
@@ -70,7 +75,7 @@ def batch(folder: Path) -> Iterator[System]:
 
 
 def continuous(folder: Path) -> Iterator[System]:
-    """transformers' continuous batching, each request with its own length."""
+    """The peer's continuous batching, each request with its own length."""
     model = _load(folder)
 
     def generate(work: Workload) -> Outputs:
@@ -137,15 +142,16 @@ def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Outp
 
 def _measure(system: System, work: Workload) -> dict[str, object]:
     system(Workload(prompts=work.prompts[:_WARM], output_lens=[_WARM_TOKENS] * _WARM))
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     outputs = system(work)
-    duration = time.perf_counter() - start
+    duration, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     lengths = [len(ids) for ids in outputs]
     if lengths != work.output_lens:
         raise RuntimeError(f"wrote {sum(lengths)} tokens, {work.output_tokens} were asked for")
     return {
         "requests": len(outputs),
         "duration_s": duration,
+        "cpu_s": cpu,
         "input_tokens": work.input_tokens,
         "output_tokens": work.output_tokens,
         "output_throughput": work.output_tokens / duration,

@@ -156,8 +156,7 @@ def bench_compare(parser: argparse.ArgumentParser) -> None:
         "--models",
         default="demo,dummy",
         metavar="LIST",
-        help="demo, dummy (0.1B, random weights) or folders, comma-separated "
-        "(default: demo,dummy)",
+        help="demo, dummy (0.1B, random weights) or folders, comma-separated (default: demo,dummy)",
     )
     parser.add_argument(
         "--systems",

@@ -82,7 +82,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         seed=arguments.seed,
     )
-    summary = compare(plan, lambda line: sys.stderr.write(line + "\n"))
+    summary = compare(plan)
     sys.stdout.write(table(summary))
     _write_json(summary, arguments.json)
     return FAILED if any("error" in run for run in summary["runs"]) else DONE

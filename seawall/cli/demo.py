@@ -57,8 +57,8 @@ def _plan(report: Report, info: Mapping[str, Any], started: float) -> None:
         _say(f"{_INDENT}{account:<14}{human_bytes(planned):>12}{planned / budget:>8.1%}")
     _say(f"{_INDENT}{'budget':<14}{human_bytes(budget):>12}")
     _say(
-        f"{_INDENT}{report['pages']['total']:,} pages hold {info['max_total_num_tokens']:,} tokens; "
-        f"the engine started in {started:.2f} s"
+        f"{_INDENT}{report['pages']['total']:,} pages hold {info['max_total_num_tokens']:,} "
+        f"tokens; the engine started in {started:.2f} s"
     )
 
 

@@ -24,6 +24,7 @@ from seawall.memory.host import available_host_bytes, default_cpu_budget
 PYTHON = ((3, 11), (3, 14))
 # What the project file asks for (a test holds the two together): at least, and below.
 REQUIRED: Mapping[str, tuple[str, str]] = {
+    "huggingface_hub": ("1.0", "3"),
     "jinja2": ("3.1.6", "4"),
     "msgspec": ("0.19", "1"),
     "numpy": ("2.0", "3"),
@@ -77,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(finding: Finding) -> None:
     mark = "!!" if finding.fix else "ok"
-    sys.stdout.write(f"{mark}  {finding.name:<14}{finding.text}\n")
+    sys.stdout.write(f"{mark}  {finding.name:<16}{finding.text}\n")
     if finding.fix:
-        sys.stdout.write(f"    {'':<14}-> {finding.fix}\n")
+        sys.stdout.write(f"    {'':<16}-> {finding.fix}\n")
     sys.stdout.flush()
 
 
@@ -100,7 +101,7 @@ def _packages() -> Iterable[Finding]:
         if version is None:
             fix = f"pip install '{name}>={low},<{below}'"
         elif not _numbers(low) <= _numbers(version) < _numbers(below):
-            fix = f"it must be at least {low} and below {below}; pip install '{name}>={low},<{below}'"
+            fix = f"{low} or newer, below {below}: pip install '{name}>={low},<{below}'"
         yield Finding(name=name, text=version or "missing", fix=fix)
     for name, extra in OPTIONAL.items():
         version = _version(name)

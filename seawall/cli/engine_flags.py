@@ -6,7 +6,9 @@ in one place. Ranges and choices are checked where Python's are: by the table.
 """
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from typing import Any, cast
 
 from seawall.cli.command import UsageError
 from seawall.core.config import ARGS, Arg, EngineArgs, EngineConfig
@@ -48,6 +50,27 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def bias(text: str) -> tuple[str, float]:
+    """ID=NUMBER, for argparse."""
+    token, _, value = text.partition("=")
+    if not token.isdecimal() or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=NUMBER, such as 42=-1.5")
+    return token, float(value)
+
+
+_KINDS: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bytes": size,
+    "str": str,
+}
+_LISTS: Mapping[str, Callable[[str], Any]] = {
+    "stop": str,
+    "stop_token_ids": int,
+    "logit_bias": bias,
+}
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The positional MODEL."""
     parser.add_argument(
@@ -71,11 +94,10 @@ def _add_engine_flag(group: argparse._ArgumentGroup, arg: Arg) -> None:
     if arg.kind == "bool":
         _add_switch(group, flag, dest, text, is_on=arg.default is True)
         return
-    kinds = {"int": int, "float": float, "bytes": size, "str": str}
     group.add_argument(
         flag,
         dest=dest,
-        type=kinds[arg.kind],
+        type=_KINDS[arg.kind],
         default=argparse.SUPPRESS,
         metavar=_METAVARS[arg.kind],
         help=text,
@@ -124,7 +146,7 @@ def engine_args(arguments: argparse.Namespace) -> EngineArgs:
         EngineConfig.from_args(given)
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    return EngineArgs(**given)  # type: ignore[typeddict-item]  # the table has checked them
+    return cast("EngineArgs", given)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -136,12 +158,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         if parameter.type is bool:
             _add_switch(group, flag, dest, text, is_on=parameter.default is True)
         elif parameter.default == ():
-            kinds = {"stop": str, "stop_token_ids": int, "logit_bias": _bias}
             group.add_argument(
                 flag,
                 dest=dest,
                 action="append",
-                type=kinds[parameter.name],
+                type=_LISTS[parameter.name],
                 default=argparse.SUPPRESS,
                 metavar={"stop": "TEXT", "stop_token_ids": "ID"}.get(parameter.name, "ID=X"),
                 help=text,
@@ -156,13 +177,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
                 metavar="X" if is_float else "N",
                 help=text,
             )
-
-
-def _bias(text: str) -> tuple[str, float]:
-    token, _, value = text.partition("=")
-    if not token.isdecimal() or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ID=NUMBER, such as 42=-1.5")
-    return token, float(value)
 
 
 def sampling_params(arguments: argparse.Namespace) -> dict[str, object]:

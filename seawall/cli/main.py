@@ -106,11 +106,13 @@ def _run(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         sys.stdout.write(f"seawall {__version__}\n")
         return DONE
-    name, rest = _split(words)
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        sys.stdout.write(f"usage: seawall COMMAND [arguments]\n\n{_table(group)}")
+        return DONE if len(words) > 1 else USAGE
+    name, rest = _split(words, group)
     command = COMMANDS[name]
-    parser = _Parser(
-        prog=f"seawall {name}", description=command.description, allow_abbrev=False
-    )
+    parser = _Parser(prog=f"seawall {name}", description=command.description, allow_abbrev=False)
     command.add_arguments(parser)
     try:
         parsed = parser.parse_intermixed_args(rest)
@@ -122,17 +124,13 @@ def _run(words: list[str]) -> int:
     return int(code)
 
 
-def _split(words: list[str]) -> tuple[str, list[str]]:
+def _split(words: list[str], group: list[str]) -> tuple[str, list[str]]:
     """The command's name, of one or two words, and what follows it."""
     if words[0] in COMMANDS:
         return words[0], words[1:]
     pair = " ".join(words[:2])
     if pair in COMMANDS:
         return pair, words[2:]
-    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
-        sys.stdout.write(_table(group))
-        raise SystemExit(DONE if len(words) > 1 else USAGE)
     known = ", ".join(group or COMMANDS)
     raise UsageError(f"unknown command {pair if group else words[0]!r}; choose one of {known}")
 

@@ -97,13 +97,14 @@ class _Scorer:
             "reduce": self._shape.reduce,  # type: ignore[typeddict-item]  # argparse has checked it
             "top_logprobs_num": self._shape.top_logprobs,
         }
-        kind = items[0].kind
-        if kind == "pair":
-            found = self._engine.score(pairs=[item.pair for item in items], **args)
-        elif kind == "text":
-            found = self._engine.score([item.text for item in items], **args)
+        prompts: list[str] | list[list[int]] | None = None
+        if items[0].kind == "pair":
+            args["pairs"] = [item.pair for item in items]
+        elif items[0].kind == "text":
+            prompts = [item.text for item in items]
         else:
-            found = self._engine.score([list(item.input_ids) for item in items], **args)
+            prompts = [list(item.input_ids) for item in items]
+        found = self._engine.score(prompts, **args)
         return [result for result in found if isinstance(result, ScoreResult)]
 
 

@@ -106,7 +106,8 @@ def read_items(lines: Iterable[Line]) -> Iterator[ScoreItem]:
 def _item(line: Line, key: tuple[str, str | int], error: str | None) -> ScoreItem:
     value = line.value
     kind: Kind = "bad"
-    text, ids, pair = "", (), ("", "")
+    text, pair = "", ("", "")
+    ids: tuple[int, ...] = ()
     if error is None:
         try:
             kind = _kind(value)

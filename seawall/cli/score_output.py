@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -43,26 +43,33 @@ def check_new(path: str) -> None:
         )
 
 
-def create(path: str) -> AbstractContextManager[BinaryIO]:
-    """Open a new output; stdout for "-", devices as they are."""
+@contextmanager
+def create(path: str) -> Iterator[BinaryIO]:
+    """Open a new output; stdout for "-", devices as they are.
+
+    Raises:
+        CommandError: another process is writing it.
+    """
     if path == STANDARD:
-        return nullcontext(sys.stdout.buffer)
+        yield sys.stdout.buffer
+        return
     is_other = Path(path).exists() and not Path(path).is_file()
-    stream = Path(path).open("wb" if is_other else "xb")
-    if not is_other:
-        _lock(stream, path)
-    return stream
+    with Path(path).open("wb" if is_other else "xb") as stream:
+        if not is_other:
+            _lock(stream, path)
+        yield stream
 
 
-def reopen(path: str) -> BinaryIO:
+@contextmanager
+def reopen(path: str) -> Iterator[BinaryIO]:
     """Open the output of an earlier run; an empty one is made if there is none.
 
     Raises:
         CommandError: another process is writing it.
     """
-    stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-    _lock(stream, path)
-    return stream
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as stream:
+        _lock(stream, path)
+        yield stream
 
 
 def take_up(stream: BinaryIO, path: str, items: Iterator[ScoreItem], shape: Shape) -> Taken:
@@ -119,7 +126,6 @@ def _lock(stream: BinaryIO, path: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return  # a file system without locks: no protection, but no reason to refuse
-        stream.close()
         raise CommandError(
             f"--output {Path(path).name}: another process is writing it; wait for it to end"
         ) from None

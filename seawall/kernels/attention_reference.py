@@ -30,7 +30,7 @@ def reference_attention(
     page_size: int,
     scale: float,
 ) -> Tensor:
-    """Attention of packed rows, each given as (page ids, start, length). Gives float32 [T, H, D]."""
+    """Attention of packed rows, each (page ids, start, length). Gives float32 [T, H, D]."""
     num_heads = q_THD.shape[1]
     group = num_heads // keys_KSD.shape[0]
     out = torch.zeros(q_THD.shape, dtype=torch.float32)

@@ -199,11 +199,14 @@ def key_logit(key):
 def reduce_tile(
     x, bad_M, rows, cols, num_rows, at_M, first_id, vocab,
     peaks, sums, slopes, counts, above, targets, target_logits,
-    temperature, seeds, positions, scores, places, winners,
+    temperature, seeds, positions, id_base, scores, places, winners,
     ENTROPY: tl.constexpr, RANK: tl.constexpr, TARGET: tl.constexpr,
     SAMPLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Store what is left of a tile. `at_M` int64 is the place of (row, block) in the outputs."""
+    """Store what is left of a tile. `at_M` int64 is the place of (row, block) in the outputs.
+
+    Ids are of this weight; `id_base` more is the id that the noise knows.
+    """
     row_ok = rows < num_rows
     peak = tl.max(x, 1)
     shift = tl.where(peak == -INF, 0.0, peak)
@@ -229,7 +232,7 @@ def reduce_tile(
         seed = tl.load(seeds + rows, mask=row_ok, other=0)
         position = tl.load(positions + rows, mask=row_ok, other=0)
         low, high = row_key(seed, position)
-        e = clock(clock_bits(cols[None, :], low[:, None], high[:, None]))
+        e = clock(clock_bits((cols + id_base)[None, :], low[:, None], high[:, None]))
         divisor = tl.load(temperature + rows, mask=row_ok, other=1.0)
         greedy = divisor < MIN_TEMPERATURE
         race = tl.where(greedy[:, None], x, power / e)

@@ -32,15 +32,14 @@ _SCRATCH_IDS = 64 << 10
 _DRAW_IDS = 16 << 10
 _USEFUL_ROWS = 32
 _SORT_ROWS = 8
-_FIXED_BYTES = 8 << 10
-_ROW_BYTES = 640
-_TILE_ID_BYTES = 32
-_BEST_BYTES = 96
-_PICK_BYTES = 28
-_ADJUST_BYTES = 96
-_DRAW_BYTES = 72
+_FIXED_BYTES = 4 << 10
+_ROW_BYTES = 224
+_TILE_ID_BYTES = 20
+_BEST_BYTES = 60
+_PICK_BYTES = 20
+_ADJUST_BYTES = 80
+_DRAW_BYTES = 36
 _SORT_BYTES = 16
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,9 @@ def tile_bytes(shape: LogitsShape, plan: TilePlan) -> int:
     total += 4 * plan.ids * shape.hidden_size if shape.copies_weight else 0
     total += _ADJUST_BYTES * ADJUST_CHUNK if shape.adjusted else 0
     total += _DRAW_BYTES * plan.draw_ids
-    total += _SORT_BYTES * _padded(shape.vocab_size) * plan.sort_rows
+    if plan.sort_rows:
+        # The sort itself numbers the ids of one row once more.
+        total += _padded(shape.vocab_size) * (_SORT_BYTES * plan.sort_rows + 8)
     return total
 
 
@@ -181,7 +182,7 @@ def min_workspace_bytes(
     weight_dtype: str,
     *,
     top_k: int = 0,
-    num_token_ids: int = 0,
+    num_token_ids: int = PICK_CHUNK,
 ) -> int:
     """Smallest `workspace_bytes` that serves every call of an engine.
 
@@ -192,15 +193,15 @@ def min_workspace_bytes(
         hidden_size: columns of the LM head.
         weight_dtype: "float32", "bfloat16" or "float16".
         top_k: largest number of best ids that a request may ask for.
-        num_token_ids: largest number of token ids that a request may ask for.
+        num_token_ids: largest number of token ids that a request may ask for; more than the
+            default need no more.
     """
-    itemsize = _DTYPE_BYTES[weight_dtype]
     return smallest_workspace(
         LogitsShape(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            hidden_copy_bytes=4 if itemsize == 4 else 4 + itemsize,
-            copies_weight=itemsize != 4,
+            hidden_copy_bytes=8,  # whatever the rows' dtype and strides
+            copies_weight=weight_dtype != "float32",
             top_k=min(top_k, vocab_size),
             num_token_ids=num_token_ids,
             filtered=True,

@@ -215,8 +215,19 @@ class Engine:
         }
 
     def _submit(self, call: Call, mailbox: Callable[[FromCore], None]) -> None:
-        for request in call.requests:
-            self._thread.submit(request.rid, request, mailbox)
+        """Submit all requests of a call, or none of them."""
+        for at, request in enumerate(call.requests):
+            try:
+                self._thread.submit(request.rid, request, mailbox)
+            except BaseException:
+                for submitted in call.requests[:at]:
+                    self._abandon(submitted.rid)
+                raise
+
+    def _abandon(self, rid: str) -> None:
+        """End a request whose caller has left."""
+        self._thread.forget(rid)
+        self._thread.send(AbortRequest(rid=rid))
 
     def _take(
         self, collectors: dict[tuple[str, int], SampleCollector], delta: OutputDelta
@@ -230,13 +241,13 @@ class Engine:
         return sample
 
     def _forget(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> None:
-        """Remove mailboxes; end what an interrupted caller left behind."""
+        """End what an interrupted caller left behind; the rest has ended."""
         for request in call.requests:
-            self._thread.forget(request.rid)
-            if any(
-                collectors[request.rid, i].finish is None for i in range(request.sampling.n)
-            ):
-                self._thread.send(AbortRequest(rid=request.rid))
+            samples = (collectors[request.rid, i] for i in range(request.sampling.n))
+            if any(sample.finish is None for sample in samples):
+                self._abandon(request.rid)
+            else:
+                self._thread.forget(request.rid)
 
     def _run(
         self, call: Call, *, progress: bool = False
@@ -244,10 +255,10 @@ class Engine:
         """Run all requests of a call to their end."""
         collectors = self._collectors(call, streaming=False)
         inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
-        bar = tqdm(total=len(collectors), disable=not progress, unit="sample")
         left = len(collectors)
+        self._submit(call, inbox.put)
+        bar = tqdm(total=left, disable=not progress, unit="sample")
         try:
-            self._submit(call, inbox.put)
             while left:
                 delta = inbox.get()
                 assert isinstance(delta, OutputDelta)
@@ -283,8 +294,8 @@ class Engine:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[FromCore] = asyncio.Queue()
         left = len(collectors)
+        self._submit(call, lambda delta: _post(loop, inbox, delta))
         try:
-            self._submit(call, lambda delta: _post(loop, inbox, delta))
             while left:
                 delta = await inbox.get()
                 assert isinstance(delta, OutputDelta)
@@ -301,8 +312,8 @@ class Engine:
         writer = self._writer(call)
         inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
         left = len(collectors)
+        self._submit(call, inbox.put)
         try:
-            self._submit(call, inbox.put)
             while left:
                 delta = inbox.get()
                 assert isinstance(delta, OutputDelta)

@@ -53,7 +53,7 @@ class Scorer:
         found: dict[int, list[Scores]] = {}
         for rich in (False, True):
             chosen = [a for a in asks if bool(a.top_k or a.token_ids) is rich]
-            for block in self._blocks(chosen, hidden):
+            for block in self._blocks(chosen, hidden, adjust):
                 for ask, scores in self._score_block(hidden, block, adjust):
                     found.setdefault(ask.row, []).append(scores)
         return {row: _joined(parts) for row, parts in found.items()}
@@ -143,11 +143,14 @@ class Scorer:
                 ),
             )
 
-    def _blocks(self, asks: Sequence[Ask], hidden: Tensor) -> Iterator[list[Ask]]:
+    def _blocks(
+        self, asks: Sequence[Ask], hidden: Tensor, adjust: LogitAdjust | None
+    ) -> Iterator[list[Ask]]:
         """Asks, cut where needed, in blocks whose inputs and results fit the rows' share."""
         if not asks:
             return
-        cost = row_bytes(
+        changed = _changed_per_row(np.array([a.row for a in asks]), adjust)
+        cost = ADJUST_BYTES * int(changed.max()) + row_bytes(
             hidden.shape[1],
             hidden.element_size(),
             max(a.top_k for a in asks),

@@ -97,7 +97,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 LeaseMachine.TestCase.settings = settings(
-    max_examples=150 * soak_factor(),
+    max_examples=300 * soak_factor(),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -110,7 +110,7 @@ TestLeaseMachine = LeaseMachine.TestCase
 def test_a_long_random_run_keeps_every_page(page_size: int, chunk: bool) -> None:
     rng = np.random.default_rng(page_size)
     machine = CacheMachine(num_pages=20, page_size=page_size, chunk=chunk)
-    for _ in range(1500 * soak_factor()):
+    for _ in range(2500 * soak_factor()):
         which, kind = int(rng.integers(8)), float(rng.random())
         if len(machine.running) < 2 or (kind < 0.2 and len(machine.running) < 6):
             blocks = rng.integers(0, 2, rng.integers(0, 8)).tolist()

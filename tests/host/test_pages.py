@@ -56,7 +56,12 @@ def test_counts_tell_trees_from_requests() -> None:
     ledger.free(pages[:2], tree)
     ledger.free(pages[2:], a)
     ledger.drop_owner(a)
+    ledger.drop_owner(tree)
     assert ledger.counts().free == 10
+    # Whoever comes next is a request, even in the slot that was the tree's.
+    for name in "bc":
+        ledger.alloc(1, ledger.new_owner(name))
+    assert (ledger.counts().cached, ledger.counts().in_use) == (0, 2)
 
 
 def test_random_operations_agree_with_a_dictionary() -> None:
@@ -115,6 +120,7 @@ MISUSES = [
     (free(5, 0, 5), "foreign", ["req-a", "req-b"], 1, [1, 2, 3], [4, 5], []),
     (free(0, 10), "out_of_range", ["req-a", "page 10", "[0, 10)"], 1, [1, 2, 3], [4, 5], []),
     (free(-1), "out_of_range", ["req-a", "page -1"], 0, [0, 1, 2, 3], [4, 5], []),
+    (free(-10), "out_of_range", ["req-a", "page -10"], 0, [0, 1, 2, 3], [4, 5], []),
     (transfer(0, 1, 1), "duplicate", ["req-a", "page 1"], 1, [2, 3], [0, 4, 5], [1]),
     (transfer(0, 8, 1), "already_free", ["req-a", "'free'"], 1, [1, 2, 3], [0, 4, 5], [8]),
     (transfer(4, 0), "foreign", ["req-a", "req-b"], 0, [0, 1, 2, 3], [4, 5], []),
@@ -194,7 +200,9 @@ def test_reserved_and_stale_handles_are_refused(debug: bool) -> None:
     ledger = scene.ledger
     stale = ledger.new_owner("gone")
     ledger.drop_owner(stale)
-    assert ledger.new_owner("next") != stale
+    with pytest.raises(PageError, match="take one from new_owner"):
+        ledger.alloc(1, stale)
+    assert ledger.new_owner("next") != stale  # though it takes the same slot
     for handle in (FREE, QUARANTINE, stale, 999, -3):
         with pytest.raises(PageError, match="take one from new_owner"):
             ledger.alloc(1, handle)

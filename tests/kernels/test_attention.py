@@ -170,9 +170,7 @@ class Case:
             offset += row.length
         assert torch.equal(self.pool.keys(1).nan_to_num(7), before[0].nan_to_num(7))
         assert torch.equal(self.pool.values(1).nan_to_num(7), before[1].nan_to_num(7))
-        torch.testing.assert_close(
-            out.float(), self.expected(), rtol=0, atol=TOLERANCE[self.dtype]
-        )
+        torch.testing.assert_close(out.float(), self.expected(), rtol=0, atol=TOLERANCE[self.dtype])
 
 
 @contextmanager
@@ -251,7 +249,11 @@ def test_narrow_types_agree_with_the_twin(
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("ragged_from", [1, 10**6])
 def test_rows_longer_than_blocks_and_workspace(shuffled: bool, ragged_from: int) -> None:
-    rows = [Row(start=2600, length=1), Row(start=1500, length=20, cached=3), Row(start=900, length=1)]
+    rows = [
+        Row(start=2600, length=1),
+        Row(start=1500, length=20, cached=3),
+        Row(start=900, length=1),
+    ]
     with small_blocks(block=256, query=8, entries=30_000, ragged_from=ragged_from):
         Case(rows, shuffled=shuffled, page_size=16, context=131072).check()
 
@@ -263,6 +265,13 @@ def test_a_fresh_prompt_longer_than_a_piece() -> None:
 def test_large_scores_do_not_overflow() -> None:
     case = Case([Row(start=50 + i, length=1) for i in range(5)] + [Row(start=9, length=40)])
     case.q.mul_(300)
+    case.check()
+
+
+def test_a_pool_with_fewer_slots_than_a_padded_row() -> None:
+    rows = [Row(start=3 - i % 2, length=1 + i % 2) for i in range(4)]
+    case = Case(rows, kv_heads=1, page_size=1)
+    assert case.pool.num_slots < footprint_attention.TILE
     case.check()
 
 
@@ -385,9 +394,7 @@ class StorageCount(TorchDispatchMode):
         self.now = 0
         self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, Tensor) and item.layout is torch.strided:
@@ -425,9 +432,7 @@ def peak_of(case: Case) -> int:
 
 def check_memory(case: Case) -> None:
     name = str(case.dtype).removeprefix("torch.")
-    assert case.arena.bytes("attention") == attention_workspace_bytes(
-        case.shape, name, case.limits
-    )
+    assert case.arena.bytes("attention") == attention_workspace_bytes(case.shape, name, case.limits)
     assert peak_of(case) <= attention_activation_bytes(case.shape, name, case.limits)
 
 

@@ -23,11 +23,18 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 HUGE = 1 << 40
 
 
-def least(case: Case, top_k: int = 0, num_token_ids: int = 0) -> int:
+def shape_of(case: Case, top_k: int = 0, num_token_ids: int = 0) -> LogitsShape:
     source = LogitsInput(hidden=case.hidden, weight=case.weight, adjust=case.adjust)
-    return smallest_workspace(
-        source.shape(top_k=top_k, num_token_ids=num_token_ids, reordered=False)
-    )
+    return source.shape(top_k=top_k, num_token_ids=num_token_ids, reordered=False)
+
+
+def least(case: Case, top_k: int = 0, num_token_ids: int = 0) -> int:
+    return smallest_workspace(shape_of(case, top_k, num_token_ids))
+
+
+def footprint(shape: LogitsShape, rows: int) -> int:
+    """Bytes of a call whose workspace does not limit it."""
+    return tile_bytes(shape, plan_tiles(shape, rows, HUGE))
 
 
 def tensors(result: LogprobResult) -> list[torch.Tensor | None]:
@@ -110,9 +117,7 @@ def test_equal_logits_rank_by_lowest_id(
     k = min(k, vocab)
     bitmask = masks(rows, vocab, generator) if masked else None
     workspace = min_workspace_bytes(vocab, 3, "float32", top_k=k) if tight else 64 << 20
-    result = linear_logprobs(
-        hidden, weight, top_k=k, bitmask=bitmask, workspace_bytes=workspace
-    )
+    result = linear_logprobs(hidden, weight, top_k=k, bitmask=bitmask, workspace_bytes=workspace)
     logits = processed_logits(hidden, weight, bitmask=bitmask, dtype=torch.float32)
     _, ids = best_of(logits, k)
     assert result.top_ids is not None
@@ -120,10 +125,9 @@ def test_equal_logits_rank_by_lowest_id(
 
 
 def test_negative_zero_equals_zero() -> None:
-    hidden = torch.tensor([[1.0, 0.0]])
-    weight = torch.tensor([[-0.0, 1.0], [0.0, 1.0], [-0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]])
-    bias = torch.tensor([-0.0, 0.0, -0.0, 0.0, 0.0])
-    result = linear_logprobs(hidden, weight, top_k=2, bias=bias)
+    # So hot that every logit becomes a zero with the sign it had.
+    weight = torch.tensor([[-1e-30], [1e-30], [-1e-30], [1e-30]])
+    result = linear_logprobs(torch.ones(1, 1), weight, top_k=2, temperature=1e20)
     assert result.top_ids is not None
     assert result.top_ids.tolist() == [[0, 1]]
 
@@ -225,7 +229,9 @@ def test_a_faulty_weight_row_poisons_every_row() -> None:
 
 def test_a_row_without_allowed_ids_is_nan() -> None:
     bitmask = torch.tensor([[0], [1]], dtype=torch.int32)
-    result = linear_logprobs(torch.ones(2, 2), torch.ones(9, 2), torch.zeros(2).long(), bitmask=bitmask)
+    result = linear_logprobs(
+        torch.ones(2, 2), torch.ones(9, 2), torch.zeros(2).long(), bitmask=bitmask
+    )
     assert result.logprobs is not None
     assert result.logprobs[0].isnan()
     assert result.logprobs[1] == 0.0
@@ -233,7 +239,10 @@ def test_a_row_without_allowed_ids_is_nan() -> None:
 
 def test_views_and_odd_strides() -> None:
     generator = torch.Generator().manual_seed(6)
-    hidden, weight = torch.randn(8, 5, generator=generator).T, torch.randn(8, 70, generator=generator).T
+    hidden, weight = (
+        torch.randn(8, 5, generator=generator).T,
+        torch.randn(8, 70, generator=generator).T,
+    )
     targets = torch.arange(5)
     result = linear_logprobs(hidden, weight, targets)
     expected = processed_logits(hidden, weight).log_softmax(1).gather(1, targets[:, None])
@@ -247,8 +256,10 @@ def test_temporaries_stay_within_the_workspace(case: Case, data: st.DataObject) 
     top_k = data.draw(st.sampled_from([0, 1, min(20, case.vocab), case.vocab]))
     targets = torch.zeros(case.rows, dtype=torch.int64)
     token_ids = torch.zeros(case.rows, data.draw(st.sampled_from([1, 300])), dtype=torch.int64)
-    bound = least(case, top_k, token_ids.shape[1])
-    bound += data.draw(st.sampled_from([0, 100_000, 1 << 20, 64 << 20]))
+    # From the smallest workspace to the largest that is used: the bound always binds.
+    shape = shape_of(case, top_k, token_ids.shape[1])
+    smallest, largest = smallest_workspace(shape), footprint(shape, case.rows)
+    bound = smallest + int(data.draw(st.floats(0.0, 1.0)) * max(0, largest - smallest))
     adjust = case.adjust
     parts = [] if adjust is None else [adjust.row, adjust.ids, adjust.repetition, adjust.add]
     extra = [t for t in (case.bias, case.bitmask, case.temperature) if isinstance(t, torch.Tensor)]
@@ -265,6 +276,45 @@ def test_temporaries_stay_within_the_workspace(case: Case, data: st.DataObject) 
             **case.processing(),
         )
     assert counter.peak_without(tensors(result)) <= bound
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "hidden_size", "dtype", "top_k", "num_ids"),
+    [
+        (1024, 1, 4, torch.float32, 0, 0),
+        (512, 4096, 4, torch.float32, 0, 0),
+        (4, 4096, 512, torch.bfloat16, 0, 0),
+        (1024, 32, 1024, torch.bfloat16, 0, 0),
+        (256, 8192, 4, torch.float32, 1000, 0),
+        (512, 64, 4, torch.float32, 0, 256),
+    ],
+    ids=["rows", "tile", "weight", "hidden", "best", "picked"],
+)
+def test_the_footprint_is_no_guess(
+    rows: int, vocab: int, hidden_size: int, dtype: torch.dtype, top_k: int, num_ids: int
+) -> None:
+    # Whole numbers, so that many logits are equal and the keyed selection is counted as well.
+    generator = torch.Generator().manual_seed(9)
+    hidden = torch.randint(-2, 3, (rows, hidden_size), generator=generator).to(dtype)
+    weight = torch.randint(-2, 3, (vocab, hidden_size), generator=generator).to(dtype)
+    targets, temperature = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), 0.5)
+    token_ids = torch.zeros(rows, num_ids, dtype=torch.int64)
+    with counting(hidden, weight, targets, token_ids, temperature) as counter:
+        result = linear_logprobs(
+            hidden,
+            weight,
+            targets,
+            top_k=top_k,
+            token_ids=token_ids,
+            temperature=temperature,
+            with_rank=True,
+            with_entropy=True,
+            workspace_bytes=HUGE,
+        )
+    source = LogitsInput(hidden=hidden, weight=weight)
+    shape = source.shape(top_k=top_k, num_token_ids=num_ids, reordered=False)
+    planned = footprint(shape, rows)
+    assert 0.75 * planned <= counter.peak_without(tensors(result)) <= planned
 
 
 def test_a_large_vocabulary_fits_64_mib(soak: bool) -> None:
@@ -358,9 +408,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -
 def test_unsorted_or_stray_changes_are_refused() -> None:
     def entries(row: list[int], ids: list[int]) -> SparseAdjust:
         ones = torch.ones(len(row))
-        return SparseAdjust(
-            row=torch.tensor(row), ids=torch.tensor(ids), repetition=ones, add=ones
-        )
+        return SparseAdjust(row=torch.tensor(row), ids=torch.tensor(ids), repetition=ones, add=ones)
 
     hidden, weight = torch.ones(2, 3), torch.ones(7, 3)
     for adjust, message in (
@@ -383,7 +431,10 @@ def test_changes_of_many_entries_reach_every_tile() -> None:
         repetition=torch.full((len(ids),), 1.3),
         add=torch.randn(len(ids), generator=generator),
     )
-    hidden, weight = torch.randn(rows, 8, generator=generator), torch.randn(vocab, 8, generator=generator)
+    hidden, weight = (
+        torch.randn(rows, 8, generator=generator),
+        torch.randn(vocab, 8, generator=generator),
+    )
     result = linear_logprobs(hidden, weight, top_k=vocab, adjust=adjust)
     expected = processed_logits(hidden, weight, adjust=adjust).log_softmax(1)
     assert result.top_logprobs is not None

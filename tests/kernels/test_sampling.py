@@ -1,5 +1,6 @@
 """Drawing tokens without the logits matrix: distribution, determinism, routes, faults, bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,18 @@ from hypothesis import strategies as st
 from logits_cases import Case, cases, chi_square_limit, counting
 
 from seawall.kernels.logits_reference import clocks, draw_scores, kept_ids, processed_logits
-from seawall.memory.footprint_logits import min_workspace_bytes
+from seawall.memory.footprint_logits import (
+    LogitsShape,
+    min_workspace_bytes,
+    plan_tiles,
+    smallest_workspace,
+    tile_bytes,
+)
 from seawall.ops import SampleResult, linear_sample
 from seawall.sampling.noise import id_codes, negative_clocks, row_keys
+from seawall.sampling.tiles import LogitsInput
 
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HUGE = 1 << 40
 NO_FILTER: dict[str, Any] = {}
 FILTERS: list[dict[str, Any]] = [
     NO_FILTER,
@@ -36,10 +44,9 @@ def keys(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def least(case: Case) -> int:
-    vocab, hidden_size = case.weight.shape
-    narrow = [m.dtype for m in (case.weight, case.hidden) if m.dtype != torch.float32]
-    return min_workspace_bytes(vocab, hidden_size, NAMES[narrow[0] if narrow else torch.float32])
+def shape_of(case: Case, filtered: bool) -> LogitsShape:
+    source = LogitsInput(hidden=case.hidden, weight=case.weight, adjust=case.adjust)
+    return replace(source.shape(reordered=True), filtered=filtered)
 
 
 def noise(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -153,7 +160,7 @@ def test_draws_follow_the_distribution(filters: dict[str, Any], temperature: flo
 
 
 def test_a_flat_distribution_over_many_tiles() -> None:
-    rows, vocab = 30_000, 9000
+    rows, vocab = 10_000, 9000
     result = linear_sample(torch.ones(rows, 1), torch.zeros(vocab, 1), **keys(rows, 7))
     counts = np.bincount(result.ids.numpy() // 90, minlength=100)
     expected = rows / 100
@@ -186,7 +193,8 @@ def test_agrees_with_the_whole_matrix(case: Case, data: st.DataObject) -> None:
     top_p[::3] = 1.0
     min_p = torch.rand(rows, generator=generator) * 0.2
     min_p[::2] = 0.0
-    bound = max(least(case), data.draw(st.sampled_from([0, 1 << 20, 64 << 20])))
+    bound = smallest_workspace(shape_of(case, True))
+    bound = max(bound, data.draw(st.sampled_from([0, 1 << 20, 64 << 20])))
     result = linear_sample(
         case.hidden,
         case.weight,
@@ -357,7 +365,10 @@ def test_no_rows() -> None:
 def test_temporaries_stay_within_the_workspace(
     case: Case, filters: dict[str, Any], data: st.DataObject
 ) -> None:
-    bound = least(case) + data.draw(st.sampled_from([0, 100_000, 1 << 20, 64 << 20]))
+    # From the smallest workspace to the largest that is used: the bound always binds.
+    shape = shape_of(case, bool(filters))
+    smallest, largest = smallest_workspace(shape), footprint(shape, case.rows)
+    bound = smallest + int(data.draw(st.floats(0.0, 1.0)) * max(0, largest - smallest))
     rows = keys(case.rows)
     adjust = case.adjust
     parts = [] if adjust is None else [adjust.row, adjust.ids, adjust.repetition, adjust.add]
@@ -373,6 +384,39 @@ def test_temporaries_stay_within_the_workspace(
             **case.processing(),
         )
     assert peak(counter, result) <= bound
+
+
+def footprint(shape: LogitsShape, rows: int) -> int:
+    """Bytes of a call whose workspace does not limit it."""
+    return tile_bytes(shape, plan_tiles(shape, rows, HUGE))
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "hidden_size", "filters"),
+    [
+        (1024, 1, 4, NO_FILTER),
+        (512, 4096, 4, NO_FILTER),
+        (1024, 32, 1024, NO_FILTER),
+        (500, 9000, 2, {"top_k": 256}),
+        (16, 100_000, 2, {"top_p": 0.9}),
+    ],
+    ids=["rows", "tile", "hidden", "candidates", "sorted"],
+)
+def test_the_footprint_is_no_guess(
+    rows: int, vocab: int, hidden_size: int, filters: dict[str, Any]
+) -> None:
+    generator = torch.Generator().manual_seed(13)
+    hidden = torch.randint(-1, 2, (rows, hidden_size), generator=generator).bfloat16()
+    weight = torch.randint(-1, 2, (vocab, hidden_size), generator=generator).float()
+    temperature = torch.where(torch.arange(rows) % 8 == 7, 0.0, 9.0)
+    some = keys(rows)
+    with counting(hidden, weight, temperature, *some.values()) as counter:
+        result = linear_sample(
+            hidden, weight, temperature=temperature, workspace_bytes=HUGE, **filters, **some
+        )
+    source = LogitsInput(hidden=hidden, weight=weight)
+    planned = footprint(replace(source.shape(reordered=True), filtered=bool(filters)), rows)
+    assert 0.6 * planned <= peak(counter, result) <= planned
 
 
 def peak(counter: Any, result: SampleResult) -> int:
