@@ -223,5 +223,3 @@ def _request_limits(plan: EnginePlan) -> RequestLimits:
         max_token_ids=min(MAX_TOKEN_IDS, plan.max_top_k),
         eos_token_ids=plan.eos_token_ids,
     )
-
-

@@ -31,7 +31,7 @@ from seawall.engine.core import EngineCore
 logger = logging.getLogger("seawall.engine")
 
 T = TypeVar("T")
-Mailbox = Callable[[FromCore], None]
+Mailbox = Callable[[list[FromCore]], None]
 _IDLE_SECONDS = 60.0
 
 
@@ -167,20 +167,29 @@ class CoreThread:
         return talk is not None and talk.mailbox is None
 
     def _deliver(self, answers: list[FromCore]) -> None:
-        for answer in answers:
-            key = answer.rid if isinstance(answer, OutputDelta) else _ticket_key(answer)
-            with self._lock:
-                talk = self._talks.get(key)
-                if talk is None:
-                    continue
-                if not isinstance(answer, OutputDelta) or answer.finish is not None:
-                    talk.num_left -= 1
-                    if talk.num_left == 0:
-                        del self._talks[key]
-                        self._lock.notify_all()
-                mailbox = talk.mailbox
-            if mailbox is not None:
-                mailbox(answer)
+        """One call a mailbox and turn: each call may wake a thread that then wants the GIL."""
+        parcels: dict[int, tuple[Mailbox, list[FromCore]]] = {}
+        with self._lock:
+            for answer in answers:
+                mailbox = self._mailbox_for(answer)
+                if mailbox is not None:
+                    parcels.setdefault(id(mailbox), (mailbox, []))[1].append(answer)
+        for mailbox, parcel in parcels.values():
+            mailbox(parcel)
+
+    def _mailbox_for(self, answer: FromCore) -> Mailbox | None:
+        """Where an answer goes; the last one ends its talk."""
+        key = answer.rid if isinstance(answer, OutputDelta) else _ticket_key(answer)
+        talk = self._talks.get(key)
+        if talk is None:
+            return None
+        if not isinstance(answer, OutputDelta) or answer.finish is not None:
+            talk.num_left -= 1
+            if talk.num_left == 0:
+                del self._talks[key]
+                if talk.mailbox is None:
+                    self._lock.notify_all()
+        return talk.mailbox
 
     def _close(self, reason: str) -> None:
         """Answer everybody who waits, without asking the core, which may be what broke."""
@@ -196,9 +205,8 @@ class CoreThread:
                     item.error = EngineError(f"engine: {reason}; make a new Engine")
                     item.done.set()
         for talk in talks:
-            for answer in _last_answers(talk.message, f"engine {reason}"):
-                if talk.mailbox is not None:
-                    talk.mailbox(answer)
+            if talk.mailbox is not None:
+                talk.mailbox(list(_last_answers(talk.message, f"engine {reason}")))
 
 
 def _run_call(call: _Call) -> None:

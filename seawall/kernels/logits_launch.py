@@ -40,6 +40,7 @@ _PICK = 64
 _COUNT_IDS = 4096
 _FILTER_IDS = 2048
 _ADJUST_PROGRAMS = 128
+_LEAST_SORT = 2  # the language's sort knows no single element
 
 
 class Slab:
@@ -344,12 +345,13 @@ def select(
         pairs.counts.zero_()
     choose_kernel[(num_rows,)](
         parts.peaks, p.num_blocks, num_chosen, num_best, pairs.blocks, pairs.slots, limits,
-        pairs.counts, GROUPED=grouped, BLOCKS=triton.next_power_of_2(p.num_blocks),
-        KEPT=triton.next_power_of_2(num_chosen), num_warps=2,
+        pairs.counts, GROUPED=grouped,
+        BLOCKS=max(_LEAST_SORT, triton.next_power_of_2(p.num_blocks)),
+        KEPT=max(_LEAST_SORT, triton.next_power_of_2(num_chosen)), num_warps=2,
     )  # fmt: skip
     if grouped:
         recompute(product, pairs)
-    kept = triton.next_power_of_2(num_best)
+    kept = max(_LEAST_SORT, triton.next_power_of_2(num_best))
     select_kernel[(num_rows,)](
         pairs.logits if stored is None else stored,
         0 if stored is None else stored.stride(0), p.config.ids,

@@ -32,6 +32,7 @@ _SCRATCH_IDS = 64 << 10
 _DRAW_IDS = 16 << 10
 _USEFUL_ROWS = 32
 _SORT_ROWS = 8
+_SORT_IDS = 256 << 10
 _FIXED_BYTES = 4 << 10
 _ROW_BYTES = 224
 _TILE_ID_BYTES = 20
@@ -107,7 +108,7 @@ def _tile_plan(shape: LogitsShape, rows: int, ids: int, sort_rows: int) -> TileP
         ids=ids,
         scratch_rows=scratch_rows,
         draw_ids=min(scratch_rows * ids, max(ids, _DRAW_IDS)) if shape.filtered else 0,
-        sort_rows=min(sort_rows, scratch_rows) if shape.filtered else 0,
+        sort_rows=min(sort_rows, rows) if shape.filtered else 0,
     )
 
 
@@ -150,9 +151,10 @@ def plan_tiles(shape: LogitsShape, num_rows: int, workspace_bytes: int) -> TileP
     """
     ids = widest_tile(shape)
     best = _tile_plan(shape, 0, ids, 1)
+    most_sorted = max(_SORT_ROWS, _SORT_IDS // shape.vocab_size)
     while True:
         limit = max(1, min(num_rows, MAX_BLOCK_ROWS, _TILE_LOGITS_BYTES // (4 * ids)))
-        for sort_rows in (_SORT_ROWS, 1) if shape.filtered else (1,):
+        for sort_rows in (most_sorted, 1) if shape.filtered else (1,):
             rows = _most_rows(shape, ids, sort_rows, limit, workspace_bytes)
             if rows > best.rows:
                 best = _tile_plan(shape, rows, ids, sort_rows)

@@ -163,9 +163,7 @@ class ResultWriter:
         )
         if spec.top_k:
             meta["input_top_logprobs"] = [*lead, *(self._pairs(*pair) for pair in prompt.top)]
-            meta["output_top_logprobs"] = [
-                self._pairs(*pair) for pair in sample.output.top[:count]
-            ]
+            meta["output_top_logprobs"] = [self._pairs(*pair) for pair in sample.output.top[:count]]
         if spec.token_ids:
             ids = np.array(spec.token_ids)
             meta["input_token_ids_logprobs"] = [

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Unpack, overload
 
@@ -28,7 +28,7 @@ from seawall.core.wire import (
     OutputDelta,
 )
 from seawall.engine.assemble import Assembly, assemble
-from seawall.engine.driver import CoreThread
+from seawall.engine.driver import CoreThread, Mailbox
 from seawall.engine.planning import make_plan
 from seawall.offline.collect import ResultWriter, SampleCollector
 from seawall.offline.inputs import Call, GenerateOptions, InputReader
@@ -141,7 +141,9 @@ class Engine:
         return self._async_stream(call) if stream else self._async_run(call)
 
     def score(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]] | None = None, **args: Unpack[ScoreArgs]
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | None = None,
+        **args: Unpack[ScoreArgs],
     ) -> list[ScoreResult] | list[list[float]]:
         """Logprobs of texts, of continuations, or of options after one context.
 
@@ -159,10 +161,10 @@ class Engine:
     def flush_cache(self) -> bool:
         """Drop every cached page; False, and nothing dropped, while requests run."""
         ticket = secrets.randbits(62)
-        answers: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
         key = f"ticket {ticket}"
         self._thread.submit(key, FlushCache(ticket=ticket), answers.put)
-        answer = answers.get()
+        [answer] = answers.get()
         self._thread.forget(key)
         return isinstance(answer, CacheFlushed) and answer.done
 
@@ -214,7 +216,7 @@ class Engine:
             for index in range(request.sampling.n)
         }
 
-    def _submit(self, call: Call, mailbox: Callable[[FromCore], None]) -> None:
+    def _submit(self, call: Call, mailbox: Mailbox) -> None:
         """Submit all requests of a call, or none of them."""
         for at, request in enumerate(call.requests):
             try:
@@ -229,16 +231,19 @@ class Engine:
         self._thread.forget(rid)
         self._thread.send(AbortRequest(rid=rid))
 
-    def _take(
-        self, collectors: dict[tuple[str, int], SampleCollector], delta: OutputDelta
-    ) -> SampleCollector:
-        sample = collectors[delta.rid, delta.index]
-        cut = sample.take(delta)
-        if cut is not None:
-            self._thread.send(
-                FinishRequest(rid=delta.rid, index=delta.index, num_output=cut)
-            )
-        return sample
+    def _grown(
+        self, collectors: dict[tuple[str, int], SampleCollector], parcel: list[FromCore]
+    ) -> Iterator[SampleCollector]:
+        """The samples that a parcel adds to; what comes after a sample's end is dropped."""
+        for delta in parcel:
+            assert isinstance(delta, OutputDelta)
+            sample = collectors[delta.rid, delta.index]
+            if sample.finish is not None:
+                continue
+            cut = sample.take(delta)
+            if cut is not None:
+                self._thread.send(FinishRequest(rid=delta.rid, index=delta.index, num_output=cut))
+            yield sample
 
     def _forget(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> None:
         """End what an interrupted caller left behind; the rest has ended."""
@@ -249,23 +254,18 @@ class Engine:
             else:
                 self._thread.forget(request.rid)
 
-    def _run(
-        self, call: Call, *, progress: bool = False
-    ) -> dict[tuple[str, int], SampleCollector]:
+    def _run(self, call: Call, *, progress: bool = False) -> dict[tuple[str, int], SampleCollector]:
         """Run all requests of a call to their end."""
         collectors = self._collectors(call, streaming=False)
-        inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
         left = len(collectors)
         self._submit(call, inbox.put)
         bar = tqdm(total=left, disable=not progress, unit="sample")
         try:
             while left:
-                delta = inbox.get()
-                assert isinstance(delta, OutputDelta)
-                was_open = collectors[delta.rid, delta.index].finish is None
-                if was_open and self._take(collectors, delta).finish is not None:
-                    left -= 1
-                    bar.update()
+                ended = sum(s.finish is not None for s in self._grown(collectors, inbox.get()))
+                left -= ended
+                bar.update(ended)
         finally:
             bar.close()
             self._forget(call, collectors)
@@ -292,36 +292,28 @@ class Engine:
     ) -> AsyncIterator[SampleCollector]:
         """Each sample whenever it has grown, until all have ended."""
         loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[FromCore] = asyncio.Queue()
+        inbox: asyncio.Queue[list[FromCore]] = asyncio.Queue()
         left = len(collectors)
-        self._submit(call, lambda delta: _post(loop, inbox, delta))
+        self._submit(call, lambda parcel: _post(loop, inbox, parcel))
         try:
             while left:
-                delta = await inbox.get()
-                assert isinstance(delta, OutputDelta)
-                if collectors[delta.rid, delta.index].finish is not None:
-                    continue
-                sample = self._take(collectors, delta)
-                left -= sample.finish is not None
-                yield sample
+                for sample in self._grown(collectors, await inbox.get()):
+                    left -= sample.finish is not None
+                    yield sample
         finally:
             self._forget(call, collectors)
 
     def _stream(self, call: Call) -> Iterator[Result]:
         collectors = self._collectors(call, streaming=True)
         writer = self._writer(call)
-        inbox: queue.SimpleQueue[FromCore] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
         left = len(collectors)
         self._submit(call, inbox.put)
         try:
             while left:
-                delta = inbox.get()
-                assert isinstance(delta, OutputDelta)
-                if collectors[delta.rid, delta.index].finish is not None:
-                    continue
-                sample = self._take(collectors, delta)
-                left -= sample.finish is not None
-                yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
+                for sample in self._grown(collectors, inbox.get()):
+                    left -= sample.finish is not None
+                    yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
         finally:
             self._forget(call, collectors)
 
@@ -338,8 +330,10 @@ class Engine:
 
 
 def _post(
-    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[FromCore], delta: FromCore
+    loop: asyncio.AbstractEventLoop,
+    inbox: asyncio.Queue[list[FromCore]],
+    parcel: list[FromCore],
 ) -> None:
-    """Hand a delta from the core thread to the caller's loop; a closed loop has no reader left."""
+    """Hand a turn's deltas from the core thread to the caller's loop, if anybody still reads."""
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(inbox.put_nowait, delta)
+        loop.call_soon_threadsafe(inbox.put_nowait, parcel)

@@ -180,9 +180,7 @@ def _reduced(sample: SampleCollector, start: int, reduce: Reduce, top_k: int) ->
         token_ids=tuple(ids.tolist()) if full else None,
         token_logprobs=tuple(logprobs.tolist()) if full else None,
         top_logprobs=(
-            tuple(
-                tuple(zip(best.tolist(), values.tolist(), strict=True)) for best, values in tops
-            )
+            tuple(tuple(zip(best.tolist(), values.tolist(), strict=True)) for best, values in tops)
             if full and top_k
             else None
         ),

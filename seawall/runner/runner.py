@@ -77,7 +77,9 @@ class Runner:
                 ids, logprobs = self.scorer.draw(
                     flight.hidden, rows, seats, positions, self.seats, adjust
                 )
-                output_scores = self._output_scores(flight.hidden, rows, seats, ids, logprobs, adjust)
+                output_scores = self._output_scores(
+                    flight.hidden, rows, seats, ids, logprobs, adjust
+                )
             self.seats.last_token_host[seats] = ids
             tokens[rows] = ids
             failed[rows] |= ~np.isfinite(logprobs)

@@ -10,7 +10,6 @@ import torch
 
 from seawall import Engine, EngineError
 from seawall.core.step import StepPlan
-from seawall.runner.runner import Runner
 from tests.engine.harness import Probe, Result, assert_same_result, open_engine, prompt, run
 
 ERRORS = [RuntimeError, MemoryError, torch.OutOfMemoryError]
@@ -30,7 +29,7 @@ class Saboteur:
     """Raises in the k-th call of one place, and remembers who was in that step."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-        self._runner: Runner = engine._assembly.runner
+        self._runner: Any = engine._assembly.runner
         self._scheduler = engine._assembly.core.scheduler
         self._plan: StepPlan | None = None
         self.countdown = -1
