@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from seawall.core.wire import (
     OutputDelta,
     ToCore,
 )
+from seawall.engine.assemble import Assembly
 from seawall.engine.core import EngineCore
 
 logger = logging.getLogger("seawall.engine")
@@ -61,17 +62,31 @@ class _Talk:
 class CoreThread:
     """The thread, its inbox, and the mailboxes its results go to."""
 
-    def __init__(self, core: EngineCore, inside: AbstractContextManager[object]) -> None:
-        """`inside` is entered by the core thread for its whole life (the byte tracker)."""
-        self._core = core
-        self._inside = inside
+    def __init__(self, build: Callable[[], Assembly]) -> None:
+        """Build a core on the thread that will drive it, and wait until it is ready.
+
+        Everything that computes runs on that one thread, the warm-up included, since OpenMP keeps
+        a team of workers for each thread that ever computed.
+
+        Raises:
+            Exception: whatever `build` raises.
+        """
         self._inbox: queue.SimpleQueue[ToCore | _Stop | _Call] = queue.SimpleQueue()
         self._talks: dict[str, _Talk] = {}
         # Guards `_talks` and `_dead`; notified when a talk whose reader has left is over.
         self._lock = threading.Condition()
         self._dead: str | None = None
-        self._thread = threading.Thread(target=self._run, name="seawall-core", daemon=True)
+        built = _Call(build)
+        self._thread = threading.Thread(
+            target=self._run, args=(built,), name="seawall-core", daemon=True
+        )
         self._thread.start()
+        built.done.wait()
+        if built.error is not None:
+            self._thread.join()
+            raise built.error
+        assert isinstance(built.result, Assembly)
+        self.assembly = built.result
 
     def submit(self, key: str, message: ToCore, mailbox: Mailbox) -> None:
         """Send a message whose answers go to `mailbox`, called on the core thread.
@@ -127,12 +142,16 @@ class CoreThread:
         if self._dead is not None:
             raise EngineError(f"engine: {self._dead}; make a new Engine")
 
-    def _run(self) -> None:
+    def _run(self, built: _Call) -> None:
+        _run_call(built)
+        if not isinstance(built.result, Assembly):
+            return
+        core = built.result.core
         reason = "was shut down"
         try:
-            with self._inside:
-                while self._take_messages():
-                    self._deliver(self._core.turn())
+            with built.result.meter:
+                while self._take_messages(core):
+                    self._deliver(core.turn())
         except BaseException as error:
             logger.exception("the engine core died")
             reason = f"core died of {type(error).__name__}: {error}"
@@ -141,10 +160,10 @@ class CoreThread:
         finally:
             self._close(reason)
 
-    def _take_messages(self) -> bool:
+    def _take_messages(self, core: EngineCore) -> bool:
         """Hand over what is in the inbox; wait for something when there is no work."""
         messages: list[ToCore] = []
-        wait = not self._core.has_work
+        wait = not core.has_work
         while True:
             try:
                 item = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
@@ -154,12 +173,12 @@ class CoreThread:
             if isinstance(item, _Stop):
                 return False
             if isinstance(item, _Call):
-                self._core.intake(messages)
+                core.intake(messages)
                 messages = []
                 _run_call(item)
             else:
                 messages.append(item)
-        self._core.intake(messages)
+        core.intake(messages)
         return True
 
     def _is_abandoned(self, key: str) -> bool:

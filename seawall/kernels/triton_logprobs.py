@@ -22,7 +22,6 @@ from seawall.kernels.triton_parts import (
     LN_2,
     LOG2_E,
     MIN_TEMPERATURE,
-    NAN,
     bound_logits,
     reduce_tile,
     shape_logits,
@@ -137,7 +136,7 @@ def store_kernel(
         M, N, K, BULK_H, BULK_W, EVEN_K, WIDEN, PRECISION,
     )  # fmt: skip
     x = shape_logits(acc, cols, vocab, scale, softcap, bias, SCALE, SOFTCAP, BIAS)
-    x = tl.where(acc * 0.0 == 0.0, x, NAN)
+    x = tl.where(acc * 0.0 == 0.0, x, float("nan"))
     tl.store(
         logits + rows.to(tl.int64)[:, None] * stride_logits + cols[None, :],
         x,
@@ -213,7 +212,7 @@ def merge_kernel(
     mark = tl.sum(tl.where(sum_B != sum_B, 1, 0), 0)
     total = tl.sum((weight_B * sum_B).to(tl.float64), 0)
     known = (mark == 0) & (total > 0) & (total < INF) & (tl.abs(peak) < INF)
-    exact = tl.where(known, tl.log(tl.where(known, total, 1.0)) + peak.to(tl.float64), NAN)
+    exact = tl.where(known, tl.log(tl.where(known, total, 1.0)) + peak.to(tl.float64), float("nan"))
     tl.store(exact_lse + row, exact)
     tl.store(lse + row, exact.to(tl.float32))
     if TARGET:
@@ -223,7 +222,7 @@ def merge_kernel(
         slope_B = tl.load(slopes + at, mask=inside, other=0.0) + offset_B * sum_B
         slope = tl.sum((weight_B * slope_B).to(tl.float64), 0)
         value = tl.log(tl.where(known, total, 1.0)) - slope / total
-        tl.store(entropy + row, tl.where(known, value, NAN).to(tl.float32))
+        tl.store(entropy + row, tl.where(known, value, float("nan")).to(tl.float32))
     if RANK:
         count = tl.sum(tl.load(counts + at, mask=inside, other=0), 0)
         tl.store(rank + row, tl.where(known, count + 1, 0).to(tl.int64))

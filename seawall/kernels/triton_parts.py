@@ -24,7 +24,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MIN_TEMPERATURE = tl.constexpr(1e-6)
 FARTHEST = tl.constexpr(-1e4)
-NAN = tl.constexpr(float("nan"))
 INF = tl.constexpr(float("inf"))
 LEAST_KEY = tl.constexpr(-(2**63))
 
@@ -211,7 +210,7 @@ def reduce_tile(
     peak = tl.max(x, 1)
     shift = tl.where(peak == -INF, 0.0, peak)
     power = tl.exp2(x * LOG2_E - (shift * LOG2_E)[:, None])
-    total = tl.where(bad_M, NAN, tl.sum(power, 1))
+    total = tl.where(bad_M, float("nan"), tl.sum(power, 1))
     tl.store(peaks + at_M, peak, mask=row_ok)
     tl.store(sums + at_M, total, mask=row_ok)
     if ENTROPY:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import queue
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Unpack, overload
 
@@ -27,7 +27,7 @@ from seawall.core.wire import (
     FromCore,
     OutputDelta,
 )
-from seawall.engine.assemble import Assembly, assemble
+from seawall.engine.assemble import assemble
 from seawall.engine.driver import CoreThread, Mailbox
 from seawall.engine.planning import make_plan
 from seawall.offline.collect import ResultWriter, SampleCollector
@@ -59,14 +59,14 @@ class Engine:
         self.tokenizer = (
             None if config.model.skip_tokenizer_init else Tokenizer.load(plan.tokenizer_folder)
         )
-        self._assembly: Assembly = assemble(config, plan)
+        self._thread = CoreThread(lambda: assemble(config, plan))
+        self._assembly = self._thread.assembly
         self._reader = InputReader(
             self.tokenizer,
             self._assembly.request_limits,
             config.logprobs_mode,
             self._assembly.random_seed,
         )
-        self._thread = CoreThread(self._assembly.core, self._assembly.meter)
 
     # -- generate ----------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Engine:
         stream: Literal[True],
         progress: bool = False,
         **options: Any,
-    ) -> Iterator[Result]: ...
+    ) -> Generator[Result, None, None]: ...
 
     def generate(
         self,
@@ -303,7 +303,7 @@ class Engine:
         finally:
             self._forget(call, collectors)
 
-    def _stream(self, call: Call) -> Iterator[Result]:
+    def _stream(self, call: Call) -> Generator[Result, None, None]:
         collectors = self._collectors(call, streaming=True)
         writer = self._writer(call)
         inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()

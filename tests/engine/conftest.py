@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from seawall import Engine
-from tests.engine.harness import make_tiny_llama, open_engine
+from tests.engine.harness import TEXT, make_tiny_llama, open_engine, score_from
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +26,17 @@ def demo() -> Iterator[Engine]:
         skip_tokenizer_init=False,
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def ids(demo: Engine) -> list[int]:
+    found: list[int] = demo.generate(
+        TEXT, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
+    )["meta_info"]["input_token_logprobs"]
+    return [entry[1] for entry in found]  # type: ignore[index]
+
+
+@pytest.fixture(scope="session")
+def scored(demo: Engine, ids: list[int]) -> list[float | None]:
+    """Raw logprobs of the prompt."""
+    return [entry[0] for entry in score_from(demo, ids, 0)["input_token_logprobs"]]

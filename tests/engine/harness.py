@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -33,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
 }
 
 Result = dict[str, Any]
+TEXT = "Once upon a time there was a fox who lived near the wood."
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
 def make_tiny_llama(folder: Path) -> Path:
@@ -118,7 +121,7 @@ def perturbed_gap(
 ) -> float:
     """How far apart the scores are that the draw compared."""
     logprobs = {token: logprob for logprob, token, _ in tops}
-    gap = logprobs[first] - logprobs[second]
+    gap: float = logprobs[first] - logprobs[second]
     if probe.params.get("temperature", 1.0) > 0:
         noise = _noise(probe.params["sampling_seed"], index, position, (first, second))
         gap += noise[0] - noise[1]
@@ -137,7 +140,7 @@ def _values(meta: dict[str, Any], at: int) -> list[float]:
     return [entry[0] for entry in meta["output_top_logprobs"][at]]
 
 
-def _assert_close(found: list[float | None], expected: list[float | None]) -> None:
+def _assert_close(found: Sequence[float | None], expected: Sequence[float | None]) -> None:
     assert [x is None for x in found] == [x is None for x in expected]
     pairs = zip(found, expected, strict=True)
     worst = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
@@ -149,3 +152,29 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
     """Random ids; the same for the same arguments, and beginning alike for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(3, VOCAB, (64,), generator=generator)[:length].tolist())
+
+
+def score_from(engine: Engine, ids: list[int], start: int, **more: Any) -> dict[str, Any]:
+    meta: dict[str, Any] = engine.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 0},
+        return_logprob=True,
+        logprob_start_len=start,
+        **more,
+    )["meta_info"]
+    return meta
+
+
+def every_logprob(engine: Engine, ids: list[int], mode: str, **params: Any) -> dict[int, float]:
+    """The first output position: id to logprob."""
+    meta = engine.generate(
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 1, "sampling_seed": 3, **params},
+        return_logprob=True,
+        top_logprobs_num=4096,
+        logprobs_mode=mode,
+    )["meta_info"]
+    found = {token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}
+    chosen = meta["output_token_logprobs"][0]
+    assert chosen[0] == pytest.approx(found[chosen[1]], abs=1e-4)
+    return found

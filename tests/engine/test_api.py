@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from seawall import BudgetError, ConfigError, Engine, RequestError
-from tests.engine.harness import open_engine, prompt
+from tests.engine.harness import GREEDY, TEXT, every_logprob, open_engine, prompt, score_from
 from tests.models.checkpoints import VOCAB
 
 Result = dict[str, Any]
-TEXT = "Once upon a time there was a fox who lived near the wood."
-GREEDY = {"temperature": 0, "max_new_tokens": 6}
 LAST_ID = 4095
 LOGPROB_KEYS = {
     "input_token_logprobs",
@@ -27,31 +25,6 @@ LOGPROB_KEYS = {
     "input_token_ids_logprobs",
     "output_token_ids_logprobs",
 }
-
-
-@pytest.fixture(scope="module")
-def ids(demo: Engine) -> list[int]:
-    found: list[int] = demo.generate(
-        TEXT, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
-    )["meta_info"]["input_token_logprobs"]
-    return [entry[1] for entry in found]  # type: ignore[index]
-
-
-@pytest.fixture(scope="module")
-def scored(demo: Engine, ids: list[int]) -> list[float | None]:
-    """Raw logprobs of the prompt."""
-    return [entry[0] for entry in score_from(demo, ids, 0)["input_token_logprobs"]]
-
-
-def score_from(engine: Engine, ids: list[int], start: int, **more: Any) -> dict[str, Any]:
-    meta: dict[str, Any] = engine.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 0},
-        return_logprob=True,
-        logprob_start_len=start,
-        **more,
-    )["meta_info"]
-    return meta
 
 
 def plain_json(value: object) -> object:
@@ -180,21 +153,6 @@ def test_results_are_json(demo: Engine) -> None:
 
 
 # -- scales of logprobs -------------------------------------------------------------------------
-
-
-def every_logprob(engine: Engine, ids: list[int], mode: str, **params: Any) -> dict[int, float]:
-    """The first output position: id to logprob."""
-    meta = engine.generate(
-        input_ids=ids,
-        sampling_params={"max_new_tokens": 1, "sampling_seed": 3, **params},
-        return_logprob=True,
-        top_logprobs_num=4096,
-        logprobs_mode=mode,
-    )["meta_info"]
-    found = {token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}
-    chosen = meta["output_token_logprobs"][0]
-    assert chosen[0] == pytest.approx(found[chosen[1]], abs=1e-4)
-    return found
 
 
 def log_softmax(logits: dict[int, float]) -> dict[int, float]:
@@ -448,89 +406,6 @@ def test_abort_by_name_and_all(demo: Engine) -> None:
     results = demo.generate([TEXT] * 12, params)
     timer.join()
     assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"abort"}
-
-
-# -- scores -------------------------------------------------------------------------------------
-
-
-def test_score_texts(demo: Engine, ids: list[int], scored: list[float | None]) -> None:
-    right = [value for value in scored if value is not None]
-    for prompts in (TEXT, [TEXT], [ids]):
-        (result,) = demo.score(prompts)  # type: ignore[arg-type]
-        assert result.token_ids == tuple(ids[1:])
-        assert result.token_logprobs == pytest.approx(right, abs=5e-5)
-        assert result.logprob == pytest.approx(math.fsum(right), abs=1e-3)
-        assert result.num_tokens == len(ids) - 1
-        assert not result.is_greedy
-    total = math.fsum(right)
-    for reduce, value in (
-        ("sum", total),
-        ("mean", total / len(right)),
-        ("perplexity", math.exp(-total / len(right))),
-    ):
-        (result,) = demo.score([TEXT], reduce=reduce)
-        assert result.value == pytest.approx(value, rel=1e-4)
-        assert result.token_logprobs is None
-    assert demo.score([]) == []
-
-
-def test_score_pairs_and_options(demo: Engine) -> None:
-    pairs = [("Once upon a", " time"), ("Once upon a ", "time"), ("", "The fox"), ("The fox", "!")]
-    results = demo.score(pairs=pairs)
-    # Trailing spaces move to the continuation.
-    assert results[0] == results[1]
-    for (context, continuation), result in zip(pairs, results, strict=True):
-        meta = score_from(demo, encode(demo, context + continuation), 0)
-        entries = meta["input_token_logprobs"][-result.num_tokens :]
-        assert tuple(entry[1] for entry in entries) == result.token_ids
-        assert result.logprob == pytest.approx(math.fsum(e[0] for e in entries), abs=1e-4)
-    # An empty context scores the whole text, the first word included.
-    assert results[2].num_tokens == len(encode(demo, "The fox")) - 1
-    options = demo.score(context="Once upon a", options=[" time", " king", "!"])
-    assert options[0].logprob == pytest.approx(results[0].logprob, abs=1e-4)
-    assert options[0].logprob > options[1].logprob
-    assert options[0].is_greedy
-    assert not options[1].is_greedy
-
-
-def encode(engine: Engine, text: str) -> list[int]:
-    assert engine.tokenizer is not None
-    return engine.tokenizer.encode_batch([text])[0]
-
-
-def test_score_greedy_continuation(demo: Engine, ids: list[int]) -> None:
-    output = demo.generate(input_ids=ids, sampling_params={**GREEDY, "ignore_eos": True})
-    results = demo.score([[*ids, *output["output_ids"]]], top_logprobs_num=2)
-    assert [len(best) for best in results[0].top_logprobs] == [2] * results[0].num_tokens
-    tail = zip(results[0].token_ids[-6:], results[0].top_logprobs[-6:], strict=True)
-    assert all(token == best[0][0] for token, best in tail)
-
-
-def test_score_labels(demo: Engine) -> None:
-    labels = [265, 316, LAST_ID]
-    found = demo.score(query="The fox", items=[" and", " said"], label_token_ids=labels)
-    for item, values in zip([" and", " said"], found, strict=True):
-        logprobs = every_logprob(demo, encode(demo, f"The fox{item}"), "raw")
-        assert values == pytest.approx([math.exp(logprobs[t]) for t in labels], rel=1e-3, abs=1e-9)
-    (soft,) = demo.score(query="The fox", items=" and", label_token_ids=labels, apply_softmax=True)
-    assert sum(soft) == pytest.approx(1)
-    assert soft == pytest.approx([v / sum(found[0]) for v in found[0]], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({}, "got 0 of prompts, pairs and context; give one"),
-        ({"pairs": [("a", "b")], "context": "x"}, "got 2 of prompts, pairs and context"),
-        ({"context": "x"}, "options: got None; give the texts"),
-        ({"pairs": [("a", "")]}, "'' adds no token to its context"),
-        ({"pairs": [("a", "b")], "reduce": "median"}, "reduce: got 'median'; choose one of"),
-        ({"query": "x"}, "go together; give all three"),
-    ],
-)
-def test_score_arguments(demo: Engine, args: dict[str, Any], said: str) -> None:
-    with pytest.raises(RequestError, match=".*".join(said.split("'"))):
-        demo.score(**args)
 
 
 # -- the engine as a whole ----------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Reference:
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            logits = self._model(torch.tensor([ids]), use_cache=False).logits[0]
+            logits: torch.Tensor = self._model(torch.tensor([ids]), use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 
 
