@@ -5,6 +5,21 @@ front end that needs no tensors never loads torch.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from seawall.core.errors import (
+        BudgetError,
+        ConfigError,
+        EngineError,
+        ModelError,
+        QueueFullError,
+        RequestError,
+        SeawallError,
+    )
+    from seawall.core.params import SamplingParams
+    from seawall.offline.engine import Engine
+    from seawall.offline.score import ScoreResult
 
 __version__ = "0.1.0"
 

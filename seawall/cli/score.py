@@ -82,7 +82,7 @@ class _Scorer:
             return {}
         try:
             results = self._score(items)
-        except (RequestError, RuntimeError) as error:
+        except (RequestError, EngineError) as error:
             if len(items) == 1:
                 return {items[0].number: failure(items[0], str(error))}
             half = len(items) // 2

@@ -76,7 +76,7 @@ ARGS: tuple[Arg, ...] = (
     Arg(
         name="max_running_requests",
         kind="int",
-        default=64,
+        default=128,
         minimum=1,
         maximum=65536,
         help="sequences computed at a time",
@@ -423,21 +423,20 @@ def _value(arg: Arg, value: object) -> object:
 
 
 def _converted(arg: Arg, value: object) -> object:
-    if arg.kind == "bytes":
-        if isinstance(value, int | str) and not isinstance(value, bool):
-            return _bytes(arg.name, value)
-    elif arg.kind == "bool":
-        if isinstance(value, bool):
-            return value
-    elif arg.kind == "int":
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif arg.kind == "float":
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif isinstance(value, str):
+    """The value as its kind, if it is one.
+
+    bool is an int in Python, and True is no count of anything.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if arg.kind == "bytes" and (isinstance(value, str) or (is_number and isinstance(value, int))):
+        return _bytes(arg.name, value)
+    if arg.kind == "int" and is_number and isinstance(value, int):
         return value
-    elif isinstance(value, os.PathLike):
+    if arg.kind == "float" and is_number:
+        return float(value)  # type: ignore[arg-type]  # a number, see above
+    if arg.kind == "bool" and isinstance(value, bool):
+        return value
+    if arg.kind == "str" and isinstance(value, str | os.PathLike):
         return os.fspath(value)
     raise ConfigError(f"{arg.name}: got {value!r}, a value of kind {arg.kind} is needed")
 

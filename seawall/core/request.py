@@ -62,7 +62,7 @@ class Request:
         "write_from",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one argument a field, by name
         self,
         *,
         rid: str,

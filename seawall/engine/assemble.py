@@ -9,6 +9,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +29,6 @@ from seawall.engine.core import EngineCore
 from seawall.engine.planning import EnginePlan
 from seawall.engine.reporting import Reporter
 from seawall.kv.pool import KVPool
-from seawall.memory.footprint import Limits
 from seawall.memory.footprint_step import NUM_STEP_SETS
 from seawall.memory.ledger import Ledger
 from seawall.models.registry import load_model
@@ -37,6 +37,9 @@ from seawall.runner.runner import Runner
 from seawall.runner.scoring import Scorer
 from seawall.runner.warmup import WarmupShape, warm_up
 from seawall.scheduler.scheduler import Scheduler, SchedulerLimits
+
+if TYPE_CHECKING:
+    from seawall.memory.footprint import Limits
 
 # Ids asked for at every position cost workspace and result bytes; more have no known use.
 MAX_TOKEN_IDS = 4096

@@ -1,4 +1,4 @@
-"""Models by Hugging Face id: what the local cache lacks is downloaded. Imported only when needed."""
+"""Models by Hugging Face id; what the local cache lacks is downloaded. Imported when needed."""
 
 from pathlib import Path
 

@@ -81,6 +81,7 @@ def make_plan(
     """Plan all memory.
 
     Args:
+        config: the engine's arguments.
         load_weights: whether weights will be read; else a model id needs its config only.
         device_memory: bytes of the device planned for; None asks this host.
 

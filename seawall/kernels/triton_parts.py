@@ -26,6 +26,7 @@ MIN_TEMPERATURE = tl.constexpr(1e-6)
 FARTHEST = tl.constexpr(-1e4)
 INF = tl.constexpr(float("inf"))
 LEAST_KEY = tl.constexpr(-(2**63))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -147,6 +148,30 @@ def clock_bits(ids, key_low, key_high):
 
 
 @triton.jit
+def quick_log2(x):
+    """The hardware's logarithm, absolute error 2**-22 near 1; the library's has a branch."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def quick_inverse(x):
+    """1 / x for normal x, within 1 ulp."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
 def clock(bits):
     """Exponential variate -log1p(-v), float32, above zero; v has the very bits of the CPU's.
 
@@ -160,7 +185,7 @@ def clock(bits):
     p = p * v + 0.33338767290115356
     p = p * v + 0.49999913573265076
     p = p * v + 1.0
-    return tl.where(v < 0.25, p * v, tl.log2(1.0 - v) * -LN_2)
+    return tl.where(v < 0.25, p * v, quick_log2(1.0 - v) * -LN_2)
 
 
 @triton.jit
@@ -234,10 +259,12 @@ def reduce_tile(
         e = clock(clock_bits((cols + id_base)[None, :], low[:, None], high[:, None]))
         divisor = tl.load(temperature + rows, mask=row_ok, other=1.0)
         greedy = divisor < MIN_TEMPERATURE
-        race = tl.where(greedy[:, None], x, power / e)
+        race = tl.where(greedy[:, None], x, power * quick_inverse(e))
         best, place = tl.max(race, 1, return_indices=True)
         score = tl.where(greedy, best, tl.log2(best) * LN_2 + peak)
-        chosen = place[:, None] == (cols - first_id)[None, :]
+        # The winner's logit from its score: the tile is not kept alive for it.
+        own = clock(clock_bits(first_id + place + id_base, low, high))
+        logit = tl.where(greedy, best, score + tl.log2(own) * LN_2)
         tl.store(scores + at_M, score, mask=row_ok)
         tl.store(places + at_M, tl.minimum(first_id + place, vocab - 1), mask=row_ok)
-        tl.store(winners + at_M, tl.sum(tl.where(chosen, x, 0.0), 1), mask=row_ok)
+        tl.store(winners + at_M, logit, mask=row_ok)

@@ -30,6 +30,7 @@ from seawall.kernels.triton_parts import (
     clock,
     clock_bits,
     ordered,
+    quick_inverse,
     reduce_tile,
     row_key,
 )
@@ -205,7 +206,7 @@ def filter_kernel(
         power = tl.exp2((x - peak) * LOG2_E)
         keep = ok & ((own > key) | (tie & (rank <= equals))) & (power.to(tl.float64) >= floor)
         e = clock(clock_bits(cols + id_base, low, high))
-        race = tl.where(keep, power / e, -1.0)
+        race = tl.where(keep, power * quick_inverse(e), -1.0)
         best, place = tl.max(race, 0, return_indices=True)
         if best > fastest:
             fastest = best

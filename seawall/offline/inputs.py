@@ -33,14 +33,14 @@ class GenerateOptions(TypedDict, total=False):
 
     sampling_params: ParamsArg | Sequence[ParamsArg]
     return_logprob: bool | Sequence[bool]
-    logprob_start_len: int | None | Sequence[int | None]
-    top_logprobs_num: int | None | Sequence[int | None]
-    token_ids_logprob: Sequence[int] | None | Sequence[Sequence[int] | None]
+    logprob_start_len: int | Sequence[int | None] | None
+    top_logprobs_num: int | Sequence[int | None] | None
+    token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
     logprobs_mode: str | None
     return_text_in_logprobs: bool
     rid: str | Sequence[str] | None
-    priority: int | None | Sequence[int | None]
-    extra_key: str | None | Sequence[str | None]
+    priority: int | Sequence[int | None] | None
+    extra_key: str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

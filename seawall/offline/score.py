@@ -12,15 +12,17 @@ continuation, and the continuation is what the encoding of both has beyond that 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
-from seawall.core.errors import RequestError
+from seawall.core.errors import EngineError, RequestError
 from seawall.core.params import LogprobSpec, SamplingParams
-from seawall.core.step import F32
 from seawall.offline.collect import SampleCollector
 from seawall.offline.inputs import Call, InputReader
+
+if TYPE_CHECKING:
+    from seawall.core.step import F32
 
 Reduce = Literal["none", "sum", "mean", "perplexity"]
 Run = Callable[[Call], dict[tuple[str, int], SampleCollector]]
@@ -71,7 +73,7 @@ def score(
 
     Raises:
         RequestError: arguments that don't go together, or a prompt that can't be scored.
-        RuntimeError: a request was aborted while it ran.
+        EngineError: a request was aborted while it ran.
     """
     if args.get("query") is not None or args.get("items") is not None:
         return _label_scores(reader, run, args)
@@ -164,7 +166,7 @@ def _score_rows(
 
 def _reduced(sample: SampleCollector, start: int, reduce: Reduce, top_k: int) -> ScoreResult:
     if sample.finish is None or sample.finish["type"] == "abort":
-        raise RuntimeError(f"request {sample.request.rid}: {sample.finish}")
+        raise EngineError(f"request {sample.request.rid}: {sample.finish}")
     logprobs: F32 = sample.prompt.logprobs
     ids = sample.request.input_ids[start:]
     tops = sample.prompt.top
@@ -206,7 +208,7 @@ def _label_scores(reader: InputReader, run: Run, args: ScoreArgs) -> list[list[f
     for request in requests:
         sample = collectors[request.rid, 0]
         if sample.finish is None or sample.finish["type"] == "abort":
-            raise RuntimeError(f"request {request.rid}: {sample.finish}")
+            raise EngineError(f"request {request.rid}: {sample.finish}")
         values = np.exp(sample.output.given[0].astype(np.float64))
         if args.get("apply_softmax"):
             values = values / values.sum()

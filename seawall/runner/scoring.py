@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from seawall.core.errors import ModelError
 from seawall.core.step import I64, LogitAdjust, Scores
 from seawall.memory.footprint_step import ADJUST_BYTES, logits_split, row_bytes
 from seawall.models.base import HeadWeights
@@ -43,6 +44,11 @@ class Scorer:
     """The LM head's owner on the step path: never more than a few numbers a row leave it."""
 
     def __init__(self, head: HeadWeights, logits_bytes: int) -> None:
+        if head.bias is not None and (head.scale != 1.0 or head.softcap is not None):
+            raise ModelError(
+                f"LM head: a bias together with scale {head.scale} or softcap {head.softcap} is "
+                "not built yet; use another model"
+            )
         self._head = head
         self._workspace_bytes, self._rows_bytes = logits_split(logits_bytes)
 
@@ -70,8 +76,12 @@ class Scorer:
         """One token for each of `hidden`'s first rows.
 
         Args:
+            hidden: at least n rows.
             rows: int64 [n] plan row of each, ascending; what `adjust.rows` refers to.
-            seats, positions: int64 [n].
+            seats: int64 [n], where `tables` has their sampling parameters.
+            positions: int64 [n] of the tokens to draw.
+            tables: sampling parameters by seat.
+            adjust: changes to logits, if any row has some.
 
         Returns:
             ids int64 [n] and their processed logprobs float32 [n], on the host.

@@ -80,6 +80,7 @@ class Admission:
         """Whether `request` can run to its expected end beside the others.
 
         Args:
+            request: the candidate.
             num_shared_pages: pages it takes from the cache, already locked.
             available: pages free or evictable now, after that lock.
         """

@@ -127,6 +127,7 @@ class Scheduler:
         if request is None:
             return
         request.num_tokens = min(request.num_tokens, request.num_prompt + message.num_output)
+        self._estimator.record(request)
         self._finish(request, FinishReason(type="stop"))
 
     @property
