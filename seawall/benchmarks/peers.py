@@ -58,20 +58,17 @@ def seawall(folder: Path) -> Iterator[System]:
 
 
 def batch(folder: Path) -> Iterator[System]:
-    """The peer's generate on 8 requests at a time, neighbours in output length."""
+    """The peer's generate on 8 requests at a time, in the order they came."""
     model = _load(folder)
+    yield lambda work: _in_batches(model, work, list(range(len(work.prompts))))
 
-    def generate(work: Workload) -> Outputs:
-        order = sorted(range(len(work.prompts)), key=lambda i: work.output_lens[i])
-        found: Outputs = [[] for _ in order]
-        for at in range(0, len(order), _BATCH):
-            chosen = order[at : at + _BATCH]
-            ids = _generate(model, [work.prompts[i] for i in chosen], work.output_lens[chosen[-1]])
-            for i, row in zip(chosen, ids, strict=True):
-                found[i] = row[: work.output_lens[i]]
-        return found
 
-    yield generate
+def batch_sorted(folder: Path) -> Iterator[System]:
+    """The same on neighbours in output length: its best case, with lengths known beforehand."""
+    model = _load(folder)
+    yield lambda work: _in_batches(
+        model, work, sorted(range(len(work.prompts)), key=lambda i: work.output_lens[i])
+    )
 
 
 def continuous(folder: Path) -> Iterator[System]:
@@ -108,7 +105,12 @@ def continuous(folder: Path) -> Iterator[System]:
     yield generate
 
 
-SYSTEMS = {"seawall": seawall, "batch": batch, "continuous": continuous}
+SYSTEMS = {
+    "seawall": seawall,
+    "batch": batch,
+    "batch-sorted": batch_sorted,
+    "continuous": continuous,
+}
 
 
 def make_dummy(folder: Path) -> None:
@@ -125,6 +127,17 @@ def _load(folder: Path) -> Any:
 
 def _greedy() -> Any:
     return transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+
+
+def _in_batches(model: Any, work: Workload, order: list[int]) -> Outputs:
+    found: Outputs = [[] for _ in order]
+    for at in range(0, len(order), _BATCH):
+        chosen = order[at : at + _BATCH]
+        longest = max(work.output_lens[i] for i in chosen)
+        ids = _generate(model, [work.prompts[i] for i in chosen], longest)
+        for i, row in zip(chosen, ids, strict=True):
+            found[i] = row[: work.output_lens[i]]
+    return found
 
 
 @torch.inference_mode()

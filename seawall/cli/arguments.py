@@ -160,10 +160,10 @@ def bench_compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--systems",
-        default="seawall,batch,continuous",
+        default="seawall,batch,batch-sorted,continuous",
         metavar="LIST",
-        help="seawall, batch (transformers' generate by 8), continuous (transformers' "
-        "generate_batch), comma-separated (default: all)",
+        help="seawall, batch (transformers' generate by 8), batch-sorted (the same by output "
+        "length), continuous (transformers' continuous batching), comma-separated (default: all)",
     )
     parser.add_argument(
         "--num-requests", type=positive, default=256, metavar="N", help="(default: 256)"

@@ -23,7 +23,7 @@ from seawall.cli.score_items import (
     record,
 )
 from seawall.cli.score_output import Taken, check_apart, check_new, create, reopen, take_up
-from seawall.core.errors import RequestError
+from seawall.core.errors import EngineError, RequestError
 from seawall.offline.engine import Engine
 from seawall.offline.score import ScoreArgs, ScoreResult
 from seawall.offline.window import in_order

@@ -42,7 +42,7 @@ def _partials_of_tile(
     SAMPLE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     BULK_H: tl.constexpr, BULK_W: tl.constexpr, EVEN_K: tl.constexpr, EVEN_V: tl.constexpr,
-    WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, PRECISION: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(vocab, N)
     row_tile, block = tile_order(tile, tl.cdiv(num_rows, M), num_blocks, GROUP)
@@ -66,7 +66,7 @@ def _partials_of_tile(
         x, bad, rows, cols, num_rows, rows.to(tl.int64) * num_blocks + block, col0, vocab,
         peaks, sums, slopes, counts, above, targets, target_logits,
         temperature, seeds, positions, id_base, scores, places, winners,
-        ENTROPY, RANK, TARGET, SAMPLE, N,
+        ENTROPY, RANK, TARGET, SAMPLE, N, LOOPED,
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def partials_kernel(
                 peaks, sums, slopes, counts, above, targets, target_logits,
                 seeds, positions, id_base, scores, places, winners,
                 SCALE, SOFTCAP, BIAS, MASK, TEMPER, ENTROPY, RANK, TARGET, SAMPLE,
-                M, N, K, GROUP, BULK_H, BULK_W, EVEN_K, EVEN_V, WIDEN, PRECISION,
+                M, N, K, GROUP, BULK_H, BULK_W, EVEN_K, EVEN_V, WIDEN, PRECISION, True,
             )  # fmt: skip
     else:
         _partials_of_tile(
@@ -109,7 +109,7 @@ def partials_kernel(
             peaks, sums, slopes, counts, above, targets, target_logits,
             seeds, positions, id_base, scores, places, winners,
             SCALE, SOFTCAP, BIAS, MASK, TEMPER, ENTROPY, RANK, TARGET, SAMPLE,
-            M, N, K, GROUP, BULK_H, BULK_W, EVEN_K, EVEN_V, WIDEN, PRECISION,
+            M, N, K, GROUP, BULK_H, BULK_W, EVEN_K, EVEN_V, WIDEN, PRECISION, False,
         )  # fmt: skip
 
 

@@ -225,7 +225,7 @@ def reduce_tile(
     peaks, sums, slopes, counts, above, targets, target_logits,
     temperature, seeds, positions, id_base, scores, places, winners,
     ENTROPY: tl.constexpr, RANK: tl.constexpr, TARGET: tl.constexpr,
-    SAMPLE: tl.constexpr, N: tl.constexpr,
+    SAMPLE: tl.constexpr, N: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """Store what is left of a tile. `at_M` int64 is the place of (row, block) in the outputs.
 
@@ -248,8 +248,11 @@ def reduce_tile(
     if TARGET:
         place = (tl.load(targets + rows, mask=row_ok, other=-1) - first_id).to(tl.int32)
         inside = (place >= 0) & (place < N)
-        if tl.max(inside.to(tl.int32), 0) > 0:
-            own = place[:, None] == (cols - first_id)[None, :]
+        own = place[:, None] == (cols - first_id)[None, :]
+        if LOOPED:  # a branch would keep the compiler from overlapping tiles
+            logit = tl.sum(tl.where(own, x, 0.0), 1)
+            tl.store(target_logits + rows, logit, mask=inside & row_ok)
+        elif tl.max(inside.to(tl.int32), 0) > 0:
             logit = tl.sum(tl.where(own, x, 0.0), 1)
             tl.store(target_logits + rows, logit, mask=inside & row_ok)
     if SAMPLE:

@@ -85,7 +85,7 @@ def stored_partials_kernel(
         rows.to(tl.int64) * tl.num_programs(0) + block, col0, vocab,
         peaks, sums, slopes, peaks, peaks, peaks, peaks,
         temperature, seeds, positions, id_base, scores, places, winners,
-        ENTROPY, False, False, SAMPLE, N,
+        ENTROPY, False, False, SAMPLE, N, False,
     )  # fmt: skip
 
 
