@@ -2,8 +2,11 @@
 
 SEAWALL_SOAK=1   full counts (`make soak`)
 SEAWALL_GPU=1    collect tests/gpu too; without it that folder is not looked at
+
+tests/eval is collected where lm-eval is installed (extra `eval`).
 """
 
+import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -14,6 +17,7 @@ from hypothesis import settings
 TESTS = Path(__file__).parent
 SOAK = os.environ.get("SEAWALL_SOAK") == "1"
 GPU = os.environ.get("SEAWALL_GPU") == "1"
+EVAL = importlib.util.find_spec("lm_eval") is not None
 SUITE_TIMES = pytest.StashKey[Counter[str]]()
 SUITE_COUNTS = pytest.StashKey[Counter[str]]()
 
@@ -30,8 +34,9 @@ def soak() -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    # Decided before the files are imported: they may need libraries that only GPU machines have.
-    return True if collection_path == TESTS / "gpu" and not GPU else None
+    # Decided before the files are imported: they may need libraries that are not there.
+    left_out = {TESTS / "gpu": not GPU, TESTS / "eval": not EVAL}
+    return left_out.get(collection_path) or None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +75,8 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"{suite:12} {seconds:8.1f} s {counts[suite]:6} tests")
     if (TESTS / "gpu").is_dir() and not GPU:
         terminalreporter.write_line("gpu          left out: set SEAWALL_GPU=1 where there is CUDA")
+    if not EVAL:
+        terminalreporter.write_line("eval         left out: lm-eval is not installed (extra eval)")
 
 
 def _suite(nodeid: str) -> str:

@@ -162,7 +162,8 @@ def _child(arguments: list[str], result: Path) -> str | None:
     )
     if done.returncode == 0:
         return None
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return f"exit code {done.returncode}: {last}"
 
 
 def _same(outputs: Mapping[str, list[list[int]]], system: str) -> float:

@@ -146,9 +146,9 @@ def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Outp
     pads = [longest - len(prompt) for prompt in prompts]
     ids = torch.tensor([[0] * pad + p for pad, p in zip(pads, prompts, strict=True)])
     mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
-    made = model.generate(
-        ids, attention_mask=mask, generation_config=_greedy(), max_new_tokens=max_new_tokens
-    )
+    settings = _greedy()
+    settings.max_new_tokens = max_new_tokens
+    made = model.generate(ids, attention_mask=mask, generation_config=settings)
     rows: Outputs = made[:, longest:].tolist()
     return rows
 

@@ -19,6 +19,9 @@ MAX_SAMPLES = 4096
 GREEDY_TEMPERATURE = 1e-6
 _MAX_STOP_CHARS = 4096
 _MAX_STOPS = 64
+# Beyond these a logit divided by the penalty and the temperature leaves float32.
+_LEAST_REPETITION_PENALTY = 1e-6
+_MAX_BIAS = 1e30
 _NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width")
 _NEUTRAL_ONLY = ("custom_params", "stream_interval")
 
@@ -294,17 +297,17 @@ def _check_ranges(values: dict[str, object]) -> None:
         "min_p": (0, 1),
         "frequency_penalty": (-2, 2),
         "presence_penalty": (-2, 2),
-        "repetition_penalty": (0, 2),
+        "repetition_penalty": (_LEAST_REPETITION_PENALTY, 2),
         "n": (1, MAX_SAMPLES),
         "sampling_seed": (-(2**63), 2**63 - 1),
     }
+    for name in ("top_p", "repetition_penalty"):
+        if values.get(name) == 0:
+            raise RequestError(f"{name}: got 0, it must be above 0; 1 turns it off")
     for name, (low, high) in limits.items():
         value = values.get(name)
         if isinstance(value, int | float) and not low <= value <= high:
             raise RequestError(f"{name}: got {value}, the range is [{low}, {high}]; change it")
-    for name in ("top_p", "repetition_penalty"):
-        if values.get(name) == 0:
-            raise RequestError(f"{name}: got 0, it must be above 0; 1 turns it off")
     top_k = values.get("top_k", -1)
     if isinstance(top_k, int) and top_k < -1:
         raise RequestError(f"top_k: got {top_k}, the least is -1 (off); give a positive count")
@@ -326,9 +329,13 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name}: got {value!r}, a number is needed")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise RequestError(f"{name}: got an integer beyond any float; lower it") from None
+    if not math.isfinite(number):
         raise RequestError(f"{name}: got {value}, a finite number is needed")
-    return float(value)
+    return number
 
 
 def _boolean(name: str, value: object) -> bool:
@@ -369,7 +376,12 @@ def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
         text = str(token)
         if not text.isdecimal():
             raise RequestError(f"{name}: got key {token!r}, a token id is needed")
-        pairs.append((int(text), _number(name, amount)))
+        bias = _number(name, amount)
+        if abs(bias) > _MAX_BIAS:
+            raise RequestError(
+                f"{name}: got {bias}, the range is [-{_MAX_BIAS}, {_MAX_BIAS}]; change it"
+            )
+        pairs.append((int(text), bias))
     return tuple(sorted(pairs))
 
 

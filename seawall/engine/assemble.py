@@ -22,6 +22,7 @@ from seawall.core.config import EngineConfig
 from seawall.core.errors import BudgetError
 from seawall.core.params import RequestLimits
 from seawall.device.arena import Arena
+from seawall.device.cpu import keep_freed_memory
 from seawall.device.dtypes import torch_dtype
 from seawall.device.meter import Meter, NullMeter, Reading
 from seawall.device.tracker import Tracker
@@ -94,7 +95,9 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
     seed = secrets.randbits(31) if config.random_seed is None else config.random_seed
     counter = Tracker()
     meter: Meter = counter if config.memory.debug_memory else NullMeter()
-    ledger = Ledger(plan.memory.lines)
+    lines = plan.memory.lines
+    keep_freed_memory(lines["activations"] + lines["logits"])
+    ledger = Ledger(lines)
     with torch.inference_mode(), counter:
         arena = Arena(ledger, torch.device(config.device), counter)
         runner = _runner(config, plan, arena, meter, seed)

@@ -40,7 +40,7 @@ FEW_FLOAT = TileConfig(rows=16, ids=64, inner=64, warps=4, stages=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configs:
-    """The shapes of one dtype. `pairs` recomputes tiles: its ids equal those of `many`."""
+    """The shapes of one dtype."""
 
     many: TileConfig
     few: TileConfig

@@ -11,7 +11,6 @@ blocks are merged in one fixed order, so that nothing depends on timing.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001
 
 import triton
 import triton.language as tl
@@ -19,7 +18,6 @@ import triton.language as tl
 from seawall.kernels.triton_parts import (
     FARTHEST,
     INF,
-    LN_2,
     LOG2_E,
     MIN_TEMPERATURE,
     bound_logits,
@@ -124,9 +122,7 @@ def store_kernel(
     WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Product, scale, softcap and bias of a few rows into memory; NaN where it is not finite."""
-    row_tile, block = tile_order(
-        tl.program_id(0), tl.cdiv(num_rows, M), tl.cdiv(vocab, N), GROUP
-    )
+    row_tile, block = tile_order(tl.program_id(0), tl.cdiv(num_rows, M), tl.cdiv(vocab, N), GROUP)
     row0, col0 = row_tile * M, block * N
     rows = row0 + tl.arange(0, M)
     cols = col0 + tl.arange(0, N)
@@ -311,7 +307,9 @@ def pick_kernel(
 
 
 @triton.jit
-def pair_target_kernel(pair_logits, slots, targets, out, num_rows, N: tl.constexpr, M: tl.constexpr):
+def pair_target_kernel(
+    pair_logits, slots, targets, out, num_rows, N: tl.constexpr, M: tl.constexpr
+):
     """The target's logit of each row, from the recomputed tile of its block."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     ok = rows < num_rows

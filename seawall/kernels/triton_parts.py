@@ -15,7 +15,6 @@ the number of logits above a given one, the target's logit, and the winner of th
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, D103
 
 import triton
 import triton.language as tl

@@ -17,7 +17,6 @@ Keys are int32, so each search takes 16 passes over the row with three keys trie
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001
 
 import triton
 import triton.language as tl
@@ -173,7 +172,7 @@ def filter_kernel(
     # Ids with keys above `key` are kept, and the `equals` lowest ids among those with the key.
     key = tl.full((), -(2**31), tl.int32)
     equals = tl.full((), 0, tl.int32) + vocab
-    mass = tl.exp((exact - peak.to(tl.float64)))
+    mass = tl.exp(exact - peak.to(tl.float64))
     if by_count:
         key = _search(base, vocab, peak, k, 0.0, False, N)
         ties, above, mass_above, mass_at = _at(base, vocab, peak, key, N)

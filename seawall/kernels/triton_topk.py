@@ -17,7 +17,6 @@ values do not depend on slots.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001
 
 import triton
 import triton.language as tl
@@ -77,9 +76,7 @@ def schedule_kernel(
 
 
 @triton.jit
-def place_kernel(
-    blocks, spots, pair_starts, num_pairs, num_chosen, pair_rows, SIZE: tl.constexpr
-):
+def place_kernel(blocks, spots, pair_starts, num_pairs, num_chosen, pair_rows, SIZE: tl.constexpr):
     """`spots` become slots, and slots learn their rows."""
     pairs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     ok = pairs < num_pairs

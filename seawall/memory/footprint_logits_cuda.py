@@ -24,6 +24,7 @@ _LOOSE_FIXED = 64 << 10
 _LOOSE_ROW = 64
 _ROW_BYTES = 96
 _SORT_BYTES = 56
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +114,22 @@ def arena_bytes(shape: PassShape, rows: int) -> int:
     return fixed_bytes(shape) + rows * row_bytes(shape) - beside
 
 
+def usable_bytes(workspace_bytes: int) -> int:
+    """Bytes to plan with, so that what the allocator counts stays within the workspace.
+
+    It rounds allocations above 1 MiB up by as much as 1 MiB, large ones by 2 MiB.
+    """
+    if workspace_bytes <= 2 * _MIB:
+        return min(workspace_bytes, _MIB)
+    return workspace_bytes - (_MIB if workspace_bytes < 16 * _MIB else 2 * _MIB)
+
+
 def smallest_cuda_workspace(shape: PassShape) -> int:
     """Smallest workspace that holds one row."""
-    return fixed_bytes(shape) + row_bytes(shape)
+    need = fixed_bytes(shape) + row_bytes(shape)
+    if need <= _MIB:
+        return need
+    return need + (_MIB if need < 15 * _MIB else 2 * _MIB)
 
 
 def plan_rows(shape: PassShape, num_rows: int, workspace_bytes: int) -> int:
@@ -124,7 +138,7 @@ def plan_rows(shape: PassShape, num_rows: int, workspace_bytes: int) -> int:
     Raises:
         ValueError: the workspace holds not even one row; the message names the smallest that does.
     """
-    most = (workspace_bytes - fixed_bytes(shape)) // row_bytes(shape)
+    most = (usable_bytes(workspace_bytes) - fixed_bytes(shape)) // row_bytes(shape)
     if most < 1:
         raise ValueError(
             f"workspace_bytes: {workspace_bytes} is too small for vocabulary {shape.vocab_size} "

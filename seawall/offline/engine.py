@@ -19,6 +19,7 @@ from typing import Any, Literal, Unpack, overload
 from tqdm.auto import tqdm
 
 from seawall.core.config import EngineArgs, EngineConfig
+from seawall.core.errors import ConfigError
 from seawall.core.wire import (
     AbortRequest,
     CacheFlushed,
@@ -176,6 +177,26 @@ class Engine:
         """Arguments as resolved, limits, counters and the random seed."""
         return self._thread.call(self._assembly.server_info)
 
+    def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Give device memory back for a while. Refused: not built yet."""
+        raise _not_built("release_memory_occupation")
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take released memory again. Refused: not built yet."""
+        raise _not_built("resume_memory_occupation")
+
+    def update_weights_from_disk(self, model_path: str, load_format: str | None = None) -> None:
+        """Replace the weights. Refused: not built yet."""
+        raise _not_built("update_weights_from_disk")
+
+    def update_weights_from_tensor(self, named_tensors: Any) -> None:
+        """Replace some weights. Refused: not built yet."""
+        raise _not_built("update_weights_from_tensor")
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """Values of a weight. Refused: not built yet."""
+        raise _not_built("get_weights_by_name")
+
     @property
     def plan_table(self) -> str:
         """The memory plan as it is printed."""
@@ -327,6 +348,10 @@ class Engine:
             for sample in collectors.values()
         ]
         return results if call.is_batch or len(results) > 1 else results[0]
+
+
+def _not_built(name: str) -> ConfigError:
+    return ConfigError(f"{name}: not built yet in this version; make a new Engine instead")
 
 
 def _post(

@@ -121,6 +121,10 @@ class InputReader:
             given = "neither" if prompt is None else "both"
             raise RequestError(f"prompt and input_ids: got {given}; give exactly one of them")
         if prompt is not None:
+            if prompt == "" or (isinstance(prompt, list | tuple) and "" in prompt):
+                raise RequestError(
+                    "prompt: got an empty text; give some, or the begin token's id as input_ids"
+                )
             if isinstance(prompt, str):
                 return self.tokenize([prompt]), False
             if isinstance(prompt, list | tuple) and all(isinstance(p, str) for p in prompt):

@@ -74,7 +74,11 @@ def score(
     Raises:
         RequestError: arguments that don't go together, or a prompt that can't be scored.
         EngineError: a request was aborted while it ran.
+        TypeError: an argument of a name it does not have.
     """
+    for name in args:
+        if name not in ScoreArgs.__annotations__:
+            raise TypeError(f"score() got an unknown argument {name!r}")
     if args.get("query") is not None or args.get("items") is not None:
         return _label_scores(reader, run, args)
     reduce = args.get("reduce", "none")

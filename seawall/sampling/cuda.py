@@ -30,7 +30,6 @@ from seawall.memory.footprint_logits_cuda import (
     arena_bytes,
     plan_rows,
 )
-from seawall.sampling.adjust import SparseAdjust
 from seawall.sampling.logprobs import LogprobResult
 from seawall.sampling.sampler import DrawInput, SampleResult
 from seawall.sampling.tiles import MIN_TEMPERATURE, LogitsInput
@@ -254,7 +253,7 @@ def _rows(matrix: Tensor) -> Tensor:
 
 def _entry_bounds(source: LogitsInput, block_rows: int) -> Tensor | None:
     """Entries before each block of rows, int64 on the device, where it stays."""
-    adjust: SparseAdjust | None = source.adjust
+    adjust = source.adjust
     if adjust is None:
         return None
     rows = source.hidden.shape[0]

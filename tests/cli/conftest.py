@@ -1,26 +1,12 @@
-"""Real command lines in processes of their own, on a small engine that starts quickly."""
+"""The fixture that runs a command line in a process of its own."""
 
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from command_line import ENVIRONMENT, REPO, command
 
-REPO = Path(__file__).resolve().parents[2]
-SMALL = [
-    "--memory-budget=128MiB",
-    "--max-running-requests=8",
-    "--chunked-prefill-size=64",
-    "--logits-workspace=8MiB",
-    "--context-length=256",
-]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-def command(*words: object) -> list[str]:
-    """The command line as a list; `seawall` itself need not be installed."""
-    return [sys.executable, "-m", "seawall.cli.main", *(str(word) for word in words)]
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +17,7 @@ def seawall() -> Run:
         return subprocess.run(
             command(*words),
             cwd=REPO,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             check=False,

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
-from conftest import REPO, SMALL
+from command_line import ENVIRONMENT, REPO, SMALL
 
 from seawall import Engine, __version__
 from seawall.benchmarks.workload import random_workload, ratio_range
@@ -143,7 +143,10 @@ def test_the_peer_and_seawall_write_the_same(tmp_path) -> None:
     path.write_text(json.dumps(asdict(work)))
     words = ["batch", "--model", DEMO_FOLDER, "--work", path, "--result", result, "--threads", "1"]
     subprocess.run(
-        [sys.executable, "-m", "seawall.benchmarks.peers", *map(str, words)], cwd=REPO, check=True
+        [sys.executable, "-m", "seawall.benchmarks.peers", *map(str, words)],
+        cwd=REPO,
+        env=ENVIRONMENT,
+        check=True,
     )
     made = json.loads(result.read_text())
     assert made["output_tokens"] == work.output_tokens

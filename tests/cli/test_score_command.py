@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, SMALL, command
+from command_line import ENVIRONMENT, REPO, SMALL, command
 
 from seawall.cli.main import main
 
@@ -60,7 +60,12 @@ def same_records(found: list[dict], wanted: list[dict]) -> None:
 def uninterrupted(source, tmp_path_factory) -> list[dict]:
     output = tmp_path_factory.mktemp("whole") / "out.jsonl"
     done = subprocess.run(
-        score_command(source, output), cwd=REPO, capture_output=True, text=True, check=False
+        score_command(source, output),
+        cwd=REPO,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     found = lines_of(output)
     assert done.returncode == 1, done.stderr  # some lines are bad
@@ -90,6 +95,7 @@ def test_killed_at_random_moments_it_goes_on_where_it_was(source, uninterrupted,
         process = subprocess.Popen(
             score_command(source, output, "--resume"),
             cwd=REPO,
+            env=ENVIRONMENT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -108,6 +114,7 @@ def test_killed_at_random_moments_it_goes_on_where_it_was(source, uninterrupted,
     done = subprocess.run(
         score_command(source, output, "--resume"),
         cwd=REPO,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
@@ -121,7 +128,7 @@ def test_pipes_are_worked_off_as_they_come_with_best_tokens() -> None:
     """Records come out while the input is still open: nothing waits for its end."""
     words = ["score", "demo", "--input=-", "--output=-", "--top-logprobs=2", *SMALL]
     with subprocess.Popen(
-        command(*words), cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command(*words), cwd=REPO, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
         for i in range(200):

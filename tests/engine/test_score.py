@@ -96,3 +96,8 @@ def test_score_labels(demo: Engine) -> None:
 def test_score_arguments(demo: Engine, args: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=".*".join(said.split("'"))):
         scores(demo, **args)
+
+
+def test_an_unknown_argument_is_refused(demo: Engine) -> None:
+    with pytest.raises(TypeError, match="unknown argument 'top_logprobs'"):
+        scores(demo, context="x", options=["y"], top_logprobs=3)

@@ -70,7 +70,9 @@ def random_adjust(rows: int, vocab: int, generator: torch.Generator) -> SparseAd
     )
 
 
-def random_case(seed: int, most_rows: int, most_vocab: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def random_case(
+    seed: int, most_rows: int, most_vocab: int
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Hidden, weight and processing; every shape and mix over the seeds."""
     choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
     rows = choose.choice([1, 2, 7, FEW_ROWS, FEW_ROWS + 1, most_rows, choose.randint(1, most_rows)])
@@ -169,7 +171,7 @@ def check_ties(seed: int, device: str) -> None:
     k = min(choose.choice([1, 2, 20, 100]), vocab)
     bitmask = random_masks(rows, vocab, g) if choose.random() < 0.5 else None
     if bitmask is not None:
-        bitmask[:: 2, :-1] = 0
+        bitmask[::2, :-1] = 0
     targets = torch.randint(0, vocab, (rows,), generator=g)
     source = LogitsInput(
         hidden=hidden.to(device), weight=weight.to(device), bitmask=moved(bitmask, device)

@@ -1,0 +1,1 @@
+"""The engine as a model of lm-evaluation-harness; importing this package needs no harness."""
