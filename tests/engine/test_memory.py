@@ -52,7 +52,7 @@ def check_idle(engine: Engine, before: Report) -> None:
 
 def random_call(rng: random.Random, longest: int, names: list[str], crowd: str) -> dict[str, Any]:
     """Arguments of one batch of ten requests."""
-    ids, params, ranks = [], [], []
+    ids, params, ranks, mine = [], [], [], []
     for at in range(10):
         length = rng.randint(1, longest)
         ids.append(prompt(length, rng.randint(1, 6)))
@@ -72,7 +72,9 @@ def random_call(rng: random.Random, longest: int, names: list[str], crowd: str) 
             }
         )
         ranks.append(rng.choice([0, 1, 20, VOCAB]))
-        names.append(f"{crowd} {at} {len(names)}")
+        mine.append(f"{crowd} {at} {len(names)}")
+    # Four callers add to the list: what a caller sends are its own names, not the last ten.
+    names.extend(mine)
     return {
         "input_ids": ids,
         "sampling_params": params,
@@ -80,7 +82,7 @@ def random_call(rng: random.Random, longest: int, names: list[str], crowd: str) 
         "logprob_start_len": [rng.choice([-1, 0]) for _ in ids],
         "top_logprobs_num": ranks,
         "token_ids_logprob": rng.choice([None, [0, VOCAB - 1], list(range(VOCAB))]),
-        "rid": names[-len(ids) :],
+        "rid": mine,
     }
 
 
