@@ -154,7 +154,8 @@ def _generate(model: Any, prompts: list[list[int]], max_new_tokens: int) -> Outp
 
 
 def _measure(system: System, work: Workload) -> dict[str, object]:
-    system(Workload(prompts=work.prompts[:_WARM], output_lens=[_WARM_TOKENS] * _WARM))
+    warm = work.prompts[:_WARM]
+    system(Workload(prompts=warm, output_lens=[_WARM_TOKENS] * len(warm)))
     start, start_cpu = time.perf_counter(), time.process_time()
     outputs = system(work)
     duration, cpu = time.perf_counter() - start, time.process_time() - start_cpu
