@@ -63,8 +63,10 @@ def keep_freed_memory(num_bytes: int) -> None:
     """Tell glibc's allocator to keep up to `num_bytes` that a step frees for the next step.
 
     By default it hands large blocks back to the system at once, and every step pays again for
-    fresh zeroed pages: on two cores, 256 mixed requests on the demo model took 10 s so, and 8.2 s
-    with this. What is kept is bounded by the accounts it is made for. Nothing happens where the
+    fresh zeroed pages: on two cores, 256 mixed requests on the demo model took 9 to 10 s so, and
+    8.2 s with this, on a machine whose repeats vary by a tenth.
+
+    What is kept is bounded by the accounts it is made for. Nothing happens where the
     C library has no mallopt.
     """
     try:
