@@ -17,6 +17,7 @@ own ledger; the intervals above then hold for each class.
 import numpy as np
 import numpy.typing as npt
 
+from seawall.cache.companions import CompanionStore
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import PageIds, PageLedger
 from seawall.cache.prefix import PrefixCache, PrefixKey
@@ -111,7 +112,9 @@ class Lease:
             grown: PageIds = np.empty(2 * end, np.int32)
             grown[: self.num_pages] = self._pages[: self.num_pages]
             self._pages = grown
-        self._pages[self.num_pages : end] = book.ledger.alloc(need, self.owner)
+        fresh = book.ledger.alloc(need, self.owner)
+        book.companions.clear(fresh)
+        self._pages[self.num_pages : end] = fresh
         self.num_pages = end
         return True
 
@@ -197,6 +200,7 @@ class Lease:
         assert first <= num_existing, (first, num_existing)  # what is locked can't have gone
         changed = range(first, num_existing)
         copies = self._pages[changed.start : changed.stop].copy()
+        self._book.companions.merge(copies, page_ids[changed.start : changed.stop])
         self._pages[: len(page_ids)] = page_ids
         self.num_shared = len(page_ids)
         self._node = node
@@ -215,10 +219,17 @@ class Lease:
 class LeaseBook:
     """Opens leases and knows the open ones. Written by the scheduler only."""
 
-    def __init__(self, ledger: PageLedger, cache: PrefixCache, page_size: int) -> None:
+    def __init__(
+        self,
+        ledger: PageLedger,
+        cache: PrefixCache,
+        page_size: int,
+        companions: CompanionStore | None = None,
+    ) -> None:
         self.ledger = ledger
         self.cache = cache
         self.page_size = page_size
+        self.companions = companions or CompanionStore(ledger.num_pages, page_size, extra_bytes=0)
         self._open: dict[int, Lease] = {}
 
     @property

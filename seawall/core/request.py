@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 
 from seawall.core.params import LogprobSpec, SamplingParams
-from seawall.core.step import I32
+from seawall.core.step import I32, Scores
 
 
 class Status(Enum):
@@ -32,6 +32,7 @@ class Request:
         scored: next position whose following prompt token is still to be scored.
         cached_tokens: positions that were not computed when it was first admitted.
         table_columns: page table entries of its seat that are up to date on the device.
+        unplaced: position and scores of an output token that has no page yet.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Request:
         "status",
         "table_columns",
         "tokens",
+        "unplaced",
         "write_from",
     )
 
@@ -102,6 +104,7 @@ class Request:
         self.table_columns = 0
         self.num_retractions = 0
         self.cached_tokens = 0
+        self.unplaced: tuple[int, Scores] | None = None
         self.scored = first_scored_position(logprob, len(prompt))
 
     @property

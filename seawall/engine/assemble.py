@@ -15,6 +15,7 @@ import torch
 
 from seawall.attention.torch_sdpa import TorchAttention
 from seawall.cache.chunk import ChunkCache
+from seawall.cache.companions import CompanionStore
 from seawall.cache.lease import LeaseBook
 from seawall.cache.pages import PageLedger
 from seawall.cache.radix import RadixCache
@@ -27,7 +28,7 @@ from seawall.device.dtypes import torch_dtype
 from seawall.device.meter import Meter, NullMeter, Reading
 from seawall.device.tracker import Tracker
 from seawall.engine.core import EngineCore
-from seawall.engine.planning import EnginePlan
+from seawall.engine.planning import EnginePlan, extra_companion_bytes
 from seawall.engine.reporting import Reporter
 from seawall.kv.pool import KVPool
 from seawall.memory.footprint_step import NUM_STEP_SETS
@@ -200,9 +201,14 @@ def _check_peaks(plan: EnginePlan, warm: dict[str, Reading]) -> None:
 def _leases(config: EngineConfig, plan: EnginePlan) -> LeaseBook:
     ledger = PageLedger(plan.memory.num_pages, debug=config.memory.debug_memory)
     page_size = plan.limits.page_size
+    companions = CompanionStore(
+        plan.memory.num_pages,
+        page_size,
+        extra_bytes=extra_companion_bytes(config.memory.host_memory_budget),
+    )
     if config.schedule.disable_radix_cache:
-        return LeaseBook(ledger, ChunkCache(ledger, page_size), page_size)
-    return LeaseBook(ledger, RadixCache(ledger, page_size), page_size)
+        return LeaseBook(ledger, ChunkCache(ledger, page_size), page_size, companions)
+    return LeaseBook(ledger, RadixCache(ledger, page_size), page_size, companions)
 
 
 def _scheduler_limits(config: EngineConfig, plan: EnginePlan) -> SchedulerLimits:

@@ -14,6 +14,7 @@ from seawall.core.config import EngineConfig
 from seawall.core.errors import ConfigError
 from seawall.memory.footprint import (
     Limits,
+    companion_bytes,
     detokenizer_bytes,
     page_ledger_bytes,
     radix_bytes,
@@ -130,7 +131,7 @@ def make_plan(
         memory=memory,
         host=solve_host(
             config.memory.host_memory_budget,
-            host_accounts(limits, memory.num_pages),
+            host_accounts(limits, memory.num_pages, config.memory.host_memory_budget),
             request_bytes=request_bytes(limits.context_length),
             max_queued=config.schedule.max_queued_requests,
         ),
@@ -158,7 +159,7 @@ def device_accounts(
     }
 
 
-def host_accounts(limits: Limits, num_pages: int) -> dict[str, int]:
+def host_accounts(limits: Limits, num_pages: int, budget: int) -> dict[str, int]:
     """Bytes of every host account except the queue, all items at their largest size."""
     return {
         "running": requests_bytes(limits.max_running, limits.context_length),
@@ -166,7 +167,13 @@ def host_accounts(limits: Limits, num_pages: int) -> dict[str, int]:
         "detokenizers": detokenizer_bytes(limits.max_running, limits.context_length),
         "pages": page_ledger_bytes(num_pages),
         "radix": radix_bytes(num_pages, limits.page_size),
+        "companions": companion_bytes(num_pages, limits.page_size) + extra_companion_bytes(budget),
     }
+
+
+def extra_companion_bytes(host_budget: int) -> int:
+    """Most bytes of cached logprobs beyond a record a slot: a 32nd of the host budget."""
+    return host_budget // 32
 
 
 def model_folder(path: str, *, with_weights: bool = True) -> Path:

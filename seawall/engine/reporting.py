@@ -78,7 +78,13 @@ class Reporter:
             "pages": page_ledger_bytes(num_pages),
             "radix": min(nodes, num_pages) * radix_bytes(1, limits.page_size),
         }
-        return {
-            account: AccountUse(now=num_bytes, peak=num_bytes, cap=self._plan.host.lines[account])
+        caps = self._plan.host.lines
+        companions = self._core.leases.companions
+        uses = {
+            account: AccountUse(now=num_bytes, peak=num_bytes, cap=caps[account])
             for account, num_bytes in now.items()
         }
+        uses["companions"] = AccountUse(
+            now=companions.num_bytes, peak=companions.peak_bytes, cap=caps["companions"]
+        )
+        return uses

@@ -80,6 +80,7 @@ DETOKENIZER_BYTES = 2048  # incremental text state of one sample, besides its id
 MESSAGE_BYTES = 1024  # one message in a mailbox, besides arrays of scores
 RADIX_NODE_BYTES = 1024  # one node: object, two arrays, edge, dict of children, queue entry
 PAGE_LEDGER_BYTES = 16  # one page in the page ledger: owner, free list, scratch
+COMPANION_SLOT_BYTES = 12  # a float32 logprob, an int32 id and its float32 logprob
 _TOKEN_ID = 4
 _LOGPROB = 4
 _RANKED = 12  # an int64 id and a float32 logprob
@@ -134,3 +135,8 @@ def radix_bytes(num_pages: int, page_size: int) -> int:
     A page's tokens are there twice, in the node and as the edge under which its parent knows it.
     """
     return num_pages * (RADIX_NODE_BYTES + 2 * _TOKEN_ID * page_size + 4)
+
+
+def companion_bytes(num_pages: int, page_size: int) -> int:
+    """A record beside every KV slot: 12 N P (logprob, best id, its logprob)."""
+    return num_pages * page_size * COMPANION_SLOT_BYTES

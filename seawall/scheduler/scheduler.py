@@ -17,7 +17,7 @@ from seawall.cache.prefix import PrefixKey
 from seawall.core.params import LogprobSpec
 from seawall.core.request import Request, Status
 from seawall.core.seeds import mix_seed
-from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
 from seawall.core.wire import FinishReason, FinishRequest, GenerateRequest, OutputDelta
 from seawall.memory.ledger import Ledger
 from seawall.scheduler.adjust import adjust_rows
@@ -25,9 +25,14 @@ from seawall.scheduler.admission import Admission, Holding, LengthEstimator
 from seawall.scheduler.batching import StepBuilder, share_budget
 from seawall.scheduler.groups import SampleGroups
 from seawall.scheduler.queue import WaitQueue
+from seawall.scheduler.recall import Recall
 from seawall.scheduler.stop import stop_reason
+from seawall.scheduler.underway import PrefixesUnderWay
 
 logger = logging.getLogger("seawall.scheduler")
+
+# Requests passed over in one step because others compute their prefix: bounds a step's cost.
+_MAX_HELD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,15 @@ class SchedulerCounts:
     steps: int
 
 
+@dataclass(slots=True)
+class _Totals:
+    """Counts since the start."""
+
+    arrived: int = 0
+    retractions: int = 0
+    steps: int = 0
+
+
 class NeedsDrainError(Exception):
     """Pages must be taken from a running request while its step is still on the device."""
 
@@ -70,11 +84,11 @@ class Scheduler:
         self._seats = _Seats(limits.max_running)
         self._requests: dict[str, dict[int, Request]] = {}
         self._groups = SampleGroups()
+        self._recall = Recall(leases.companions)
+        self._under_way = PrefixesUnderWay(limits.page_size)
         self._estimator = LengthEstimator(limits.conservativeness)
         self._outputs: list[OutputDelta] = []
-        self._num_arrived = 0
-        self._num_retractions = 0
-        self._num_steps = 0
+        self._totals = _Totals()
 
     # -- intake ------------------------------------------------------------------------------
 
@@ -103,10 +117,10 @@ class Scheduler:
                 seed=mix_seed(message.seed, index),
                 priority=message.priority,
                 extra_key=message.extra_key,
-                arrival=self._num_arrived,
+                arrival=self._totals.arrived,
                 group=group,
             )
-            self._num_arrived += 1
+            self._totals.arrived += 1
             samples[index] = request
             self._queue.enter(request)
         self._requests[message.rid] = samples
@@ -141,8 +155,8 @@ class Scheduler:
         return SchedulerCounts(
             waiting=len(self._queue),
             running=len(self._running),
-            retractions=self._num_retractions,
-            steps=self._num_steps,
+            retractions=self._totals.retractions,
+            steps=self._totals.steps,
         )
 
     def take_outputs(self) -> list[OutputDelta]:
@@ -159,16 +173,16 @@ class Scheduler:
             self._fill(builder, in_flight)
         if len(builder) == 0:
             return None
-        self._num_steps += 1
-        return builder.build(self._num_steps)
+        self._totals.steps += 1
+        return builder.build(self._totals.steps)
 
     def _fill(self, builder: StepBuilder, in_flight: bool) -> None:
-        num_retractions = self._num_retractions
+        num_retractions = self._totals.retractions
         if self._limits.mixed:
             self._add_decodes(builder, in_flight)
         left = self._add_chunks(builder, in_flight)
         # What was just sent back must not be let in again before the others have moved on.
-        if left > 0 and self._num_retractions == num_retractions:
+        if left > 0 and self._totals.retractions == num_retractions:
             self._admit(builder, left)
         if not self._limits.mixed and len(builder) == 0:
             self._add_decodes(builder, in_flight)
@@ -217,16 +231,23 @@ class Scheduler:
         if len(self._queue) == 0 or not self._seats.free:
             return
         admission = self._new_admission()
+        num_held = 0
         for request in self._queue.ordered(self._match_length):
-            if budget <= 0 or not self._seats.free:
+            if budget <= 0 or not self._seats.free or num_held == _MAX_HELD:
                 return
             if not self._groups.is_ready(request):
                 continue
-            used = self._admit_one(builder, request, admission, budget)
+            lease = self._open_lease(request)
+            if self._waits_for_prefix(request, lease):
+                lease.release(request.tokens, 0, insert=False)
+                num_held += 1
+                continue
+            used = self._admit_one(builder, request, lease, admission, budget)
             if used == 0 and not self._running:
                 # Only shared pages that wait for their samples can stand in the way.
                 if self._groups.drop_locks():
-                    used = self._admit_one(builder, request, admission, budget)
+                    lease = self._open_lease(request)
+                    used = self._admit_one(builder, request, lease, admission, budget)
                 if used == 0:
                     self._finish(request, _no_pages(request))
                     continue
@@ -234,18 +255,31 @@ class Scheduler:
                 return
             budget -= used
 
-    def _admit_one(
-        self, builder: StepBuilder, request: Request, admission: Admission, budget: int
-    ) -> int:
-        """Seat one request and add its first row; returns its length, 0 if it doesn't fit."""
-        lease = self._leases.open(
+    def _open_lease(self, request: Request) -> Lease:
+        return self._leases.open(
             request.name,
             request.tokens[: request.num_tokens],
             self._cache_key(request),
             max_match_tokens=request.num_tokens,
         )
+
+    def _waits_for_prefix(self, request: Request, lease: Lease) -> bool:
+        return self._limits.keeps_prefixes and self._under_way.worth_waiting(
+            request, request.extra_key, lease.num_cached_tokens
+        )
+
+    def _admit_one(
+        self,
+        builder: StepBuilder,
+        request: Request,
+        lease: Lease,
+        admission: Admission,
+        budget: int,
+    ) -> int:
+        """Seat one request and add its first row; returns its length, 0 if it doesn't fit."""
         num_shared = len(lease.page_ids)
-        first = _first_position(request, lease.num_cached_tokens)
+        scored = self._recall.scored_after(request, lease)
+        first = _first_position(request, lease.num_cached_tokens, scored)
         end = min(request.num_tokens, first + budget)
         fits = admission.fits(request, num_shared, self._leases.available_pages)
         if not fits or not lease.reserve(end):
@@ -263,6 +297,9 @@ class Scheduler:
         if request.num_retractions == 0:
             request.cached_tokens = first
         self._groups.admitted(request)
+        self._under_way.enter(request, request.extra_key, lease.num_cached_tokens)
+        if scored > request.scored:
+            self._send(request, prompt_scores=self._recall.take(request, lease, scored))
         builder.seat(request)
         builder.add(request, end, lease.page_ids)
         return end - first
@@ -306,6 +343,7 @@ class Scheduler:
                 continue
             if not request.committed and request.applied >= request.num_tokens:
                 self._commit(request)
+            self._recall.keep(request, self._seats.lease(request), plan, i, result)
             self._emit(request, i, token, result)
 
     def fail(self, plan: StepPlan, message: str) -> None:
@@ -333,26 +371,44 @@ class Scheduler:
         prompt_scores = result.prompt_scores.get(row)
         if token is None and prompt_scores is None and reason is None:
             return
-        self._outputs.append(
-            OutputDelta(
-                rid=request.rid,
-                index=request.index,
-                output_ids=() if token is None else (token,),
-                prompt_scores=prompt_scores,
-                output_scores=result.output_scores.get(row),
-                finish=reason,
-                cached_tokens=request.cached_tokens,
-                num_retractions=request.num_retractions,
-            )
+        self._send(
+            request,
+            output_ids=() if token is None else (token,),
+            prompt_scores=prompt_scores,
+            output_scores=result.output_scores.get(row),
+            finish=reason,
         )
         if reason is not None:
             self._estimator.record(request)
             self._end(request)
 
+    def _send(
+        self,
+        request: Request,
+        *,
+        output_ids: tuple[int, ...] = (),
+        prompt_scores: Scores | None = None,
+        output_scores: Scores | None = None,
+        finish: FinishReason | None = None,
+    ) -> None:
+        self._outputs.append(
+            OutputDelta(
+                rid=request.rid,
+                index=request.index,
+                output_ids=output_ids,
+                prompt_scores=prompt_scores,
+                output_scores=output_scores,
+                finish=finish,
+                cached_tokens=request.cached_tokens,
+                num_retractions=request.num_retractions,
+            )
+        )
+
     def _commit(self, request: Request) -> None:
         """Give the computed whole pages of a prompt to the cache, for others to share."""
         lease = self._seats.lease(request)
         request.committed = True
+        self._under_way.leave(request)
         changed = lease.commit(request.tokens, request.applied)
         if changed:
             request.table_columns = min(request.table_columns, changed.start)
@@ -363,15 +419,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, *, keep: bool = True) -> None:
         if request.status is Status.FINISHED:
             return
-        self._outputs.append(
-            OutputDelta(
-                rid=request.rid,
-                index=request.index,
-                finish=reason,
-                cached_tokens=request.cached_tokens,
-                num_retractions=request.num_retractions,
-            )
-        )
+        self._send(request, finish=reason)
         self._end(request, keep=keep)
 
     def _end(self, request: Request, *, keep: bool = True) -> None:
@@ -393,11 +441,12 @@ class Scheduler:
         self._unseat(request, keep=True)
         request.status = Status.WAITING
         request.num_retractions += 1
-        self._num_retractions += 1
+        self._totals.retractions += 1
         self._queue.push(request)
         logger.info("retracted %s at %d tokens", request.name, request.num_tokens)
 
     def _unseat(self, request: Request, *, keep: bool) -> None:
+        self._under_way.leave(request)
         lease = self._seats.give(request)
         num_valid = min(request.applied, request.num_tokens) if keep else 0
         lease.release(request.tokens, num_valid, insert=keep)
@@ -440,15 +489,15 @@ class _Seats:
         return holder[0] if holder is not None and holder[0].epoch == epoch else None
 
 
-def _first_position(request: Request, num_cached: int) -> int:
+def _first_position(request: Request, num_cached: int, scored: int) -> int:
     """First position to compute when `num_cached` positions are in shared pages.
 
     The newest token is computed again even if its page is cached: its hidden state draws the
     next one. So are prompt positions whose next token is still to be scored.
     """
     first = min(num_cached, request.num_tokens - 1)
-    if request.scored < request.last_scored_position:
-        first = min(first, request.scored)
+    if scored < request.last_scored_position:
+        first = min(first, scored)
     return first
 
 
