@@ -6,14 +6,13 @@ weights of an LM head. Each way runs on the same inputs in the same process:
     whole      one [rows, vocabulary] matrix, float copy, log_softmax, gather, topk
     chunks     the same in chunks of 2,048 rows
     one pass   product with float32 output in chunks of 2,048 rows, one reading pass (CUDA only)
-    seawall    linear_logprobs inside its workspace
+    seawall    the numbers of linear_logprobs inside 64 MiB
 
 Bytes are those of temporary tensors at peak, results excepted; the error is the largest against
 float64 from the same inputs, on a sample of rows. On a CPU bytes are not counted here.
 """
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +21,12 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from seawall.sampling.logprobs import LogprobResult
-from seawall.sampling.logprobs import linear_logprobs as cpu_logprobs
+from seawall.sampling import entry
+from seawall.sampling.logprobs import Ask
+from seawall.sampling.tiles import LogitsInput
 
 CHUNK_ROWS = 2048
+WORKSPACE_BYTES = 64 << 20
 ERROR_ROWS = 64
 
 Scores = tuple[Tensor, Tensor | None]
@@ -86,15 +87,20 @@ def one_pass(hidden: Tensor, weight: Tensor, targets: Tensor, top_k: int) -> Sco
     return torch.cat(found), torch.cat(tops) if tops else None
 
 
-def scores_of(result: LogprobResult) -> Scores:
-    """What the ways have in common."""
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor, top_k: int) -> Scores:
+    """The step path's own entry, which checks nothing and waits for nothing."""
+    source = LogitsInput(hidden=hidden, weight=weight)
+    result = entry.score_rows(source, Ask(targets=targets, top_k=top_k), WORKSPACE_BYTES)
     assert result.logprobs is not None
     return result.logprobs, result.top_logprobs
 
 
-def ours_on_cpu(hidden: Tensor, weight: Tensor, targets: Tensor, top_k: int) -> Scores:
-    """The tiled route."""
-    return scores_of(cpu_logprobs(hidden, weight, targets, top_k=top_k))
+def ways_for(device: torch.device) -> dict[str, Way]:
+    """All ways that the device can go."""
+    ways: dict[str, Way] = {"whole": whole, "chunks": chunks, "one pass": one_pass, "seawall": ours}
+    if device.type == "cpu":
+        del ways["one pass"]
+    return ways
 
 
 def error_of(way: Way, hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
@@ -161,10 +167,13 @@ def peak_of(call: Callable[[], Scores], device: torch.device) -> int | None:
 
 
 def measure(
-    ways: dict[str, Way], shapes: Sequence[Shape], device: torch.device, seconds: float
+    ways: dict[str, Way],
+    shapes: Sequence[Shape],
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
 ) -> list[Measurement]:
     """Every way at every shape; a way that runs out of memory is left out of that shape."""
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     found = []
     for shape in shapes:
         generator = torch.Generator(device).manual_seed(0)
@@ -218,9 +227,9 @@ def table(measurements: Sequence[Measurement]) -> str:
     return "\n".join(lines)
 
 
-def as_json(measurements: Sequence[Measurement]) -> str:
-    """One line for other programs."""
-    return json.dumps([asdict(one) for one in measurements])
+def as_dicts(measurements: Sequence[Measurement]) -> list[dict[str, object]]:
+    """For other programs."""
+    return [asdict(one) for one in measurements]
 
 
 def shapes_of(

@@ -33,7 +33,7 @@ class TileConfig:
 
 
 MANY_HALF = TileConfig(rows=128, ids=256, inner=64, warps=8, stages=4, bulk=True)
-FEW_HALF = TileConfig(rows=64, ids=64, inner=128, warps=4, stages=3, bulk=True)
+FEW_HALF = TileConfig(rows=64, ids=256, inner=64, warps=8, stages=4, bulk=True)
 MANY_FLOAT = TileConfig(rows=64, ids=64, inner=32, warps=4, stages=3)
 FEW_FLOAT = TileConfig(rows=16, ids=64, inner=64, warps=4, stages=3)
 

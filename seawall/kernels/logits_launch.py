@@ -25,7 +25,12 @@ from seawall.kernels.triton_logprobs import (
     pick_kernel,
     store_kernel,
 )
-from seawall.kernels.triton_sampling import adjust_kernel, filter_kernel, stored_partials_kernel
+from seawall.kernels.triton_sampling import (
+    adjust_kernel,
+    few_kernel,
+    filter_kernel,
+    stored_partials_kernel,
+)
 from seawall.kernels.triton_topk import (
     choose_kernel,
     place_kernel,
@@ -424,12 +429,23 @@ def filter_rows(
     parts: Partials,
     draw: Draw,
     filters: tuple[Tensor, Tensor, Tensor],
+    best: tuple[Tensor, Tensor],
+    open_rows: Tensor,
     out: Merged,
 ) -> None:
-    """Draw again where top_k, top_p or min_p [R] filter, from processed stored logits."""
+    """Draw again where top_k, top_p or min_p [R] filter, from processed stored logits.
+
+    `best` holds each row's best logits and ids [R, C]; `open_rows` int32 [R] is overwritten.
+    """
+    num_best = best[0].shape[1]
+    few_kernel[(product.num_rows,)](
+        *best, num_best, product.vocab_size, out.exact_lse, product.temperature, *filters,
+        draw.seeds, draw.positions, draw.id_base, open_rows, out.ids, out.drawn_logprobs,
+        KEPT=max(_LEAST_SORT, triton.next_power_of_2(num_best)), num_warps=4,
+    )  # fmt: skip
     filter_kernel[(product.num_rows,)](
         logits, logits.stride(0), product.vocab_size, out.exact_lse, parts.peaks,
-        product.num_blocks, product.temperature, *filters, draw.seeds, draw.positions,
-        draw.id_base, out.ids, out.drawn_logprobs,
+        product.num_blocks, *filters, draw.seeds, draw.positions,
+        draw.id_base, open_rows, out.ids, out.drawn_logprobs,
         BLOCKS=triton.next_power_of_2(product.num_blocks), N=_FILTER_IDS, num_warps=8,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Owns: the kernels that read hidden and weight, and the merge of the blocks of a row. It is not the
 selection of the best ids (triton_topk), nor the draw among filtered ids (triton_sampling), nor
-the plan of row blocks (seawall.sampling.cuda_plan).
+the plan of row blocks (seawall.memory.footprint_logits_cuda).
 
 Legend: R rows of a call's block, V vocabulary, H hidden, M x N a tile, NB = ceil(V / N) blocks.
 

@@ -13,7 +13,8 @@ a prefix, so one key and a number of equals among which the lowest ids stay say 
     top_p   the smallest key such that the mass above it is less than p of the mass of the k best
     min_p   the smallest logit at least min_p times as probable as the best
 
-Keys are int32, so each search takes 16 passes over the row with three keys tried in each.
+Keys are int32, so each search takes 16 passes over the row with three keys tried in each. Most
+rows need none: if the filters certainly end among a row's best few, the draw is made from those.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -102,14 +103,15 @@ def _above(base, vocab, peak, key_a, key_b, key_c, N: tl.constexpr):
         ok = cols < vocab
         x = tl.load(base + cols, mask=ok, other=-INF)
         key = ordered(x)
-        power = tl.where(ok, tl.exp2((x - peak) * LOG2_E), 0.0)
+        # Widened once: the conversion is the slowest step of the loop.
+        power = tl.where(ok, tl.exp2((x - peak) * LOG2_E), 0.0).to(tl.float64)
         a, b, c = ok & (key >= key_a), ok & (key >= key_b), ok & (key >= key_c)
         count_a += a.to(tl.int32)
         count_b += b.to(tl.int32)
         count_c += c.to(tl.int32)
-        mass_a += tl.where(a, power, 0.0).to(tl.float64)
-        mass_b += tl.where(b, power, 0.0).to(tl.float64)
-        mass_c += tl.where(c, power, 0.0).to(tl.float64)
+        mass_a += tl.where(a, power, 0.0)
+        mass_b += tl.where(b, power, 0.0)
+        mass_c += tl.where(c, power, 0.0)
     return (
         tl.sum(count_a, 0), tl.sum(count_b, 0), tl.sum(count_c, 0),
         tl.sum(mass_a, 0), tl.sum(mass_b, 0), tl.sum(mass_c, 0),
@@ -149,12 +151,14 @@ def _at(base, vocab, peak, key, N: tl.constexpr):
 
 
 @triton.jit
-def filter_kernel(
-    logits, stride_logits, vocab, exact_lse, peaks, num_blocks, temperature,
-    top_k, top_p, min_p, seeds, positions, id_base, ids, logprobs,
-    BLOCKS: tl.constexpr, N: tl.constexpr,
+def few_kernel(
+    best, best_ids, num_best, vocab, exact_lse, temperature, top_k, top_p, min_p,
+    seeds, positions, id_base, open_rows, ids, logprobs, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Draw again for rows that filter; the others keep what the merge wrote."""
+    """Draw from a row's best logits if they certainly hold all that the filters keep.
+
+    Rows that do not filter keep what the merge wrote; open rows are those that are not certain.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + row).to(tl.int64)
     p = tl.load(top_p + row).to(tl.float64)
@@ -162,8 +166,57 @@ def filter_kernel(
     exact = tl.load(exact_lse + row)
     by_count, by_mass = (k > 0) & (k < vocab), p < 1.0
     greedy = tl.load(temperature + row) < MIN_TEMPERATURE
+    tl.store(open_rows + row, 0)
     if greedy | (exact != exact) | ((by_count | by_mass | (floor > 0.0)) == 0):
         return
+    cols = tl.arange(0, KEPT)
+    ok = cols < num_best
+    x = tl.load(best + row * num_best + cols, mask=ok, other=-INF)
+    own = tl.load(best_ids + row * num_best + cols, mask=ok, other=0).to(tl.int32)
+    peak = tl.max(x, 0)
+    power = tl.where(ok, tl.exp2((x - peak) * LOG2_E), 0.0)
+    inside = ok & ((by_count == 0) | (cols < k))
+    wide = tl.where(inside, power.to(tl.float64), 0.0)
+    mass = tl.exp(exact - peak.to(tl.float64))
+    if by_count:
+        mass = tl.sum(wide, 0)
+    before = tl.cumsum(wide, 0) - wide
+    keep = inside & ((by_mass == 0) | (before < p * mass)) & (wide >= floor)
+    keep = keep | (cols == 0)
+    last = cols == num_best - 1
+    goes_on = tl.max((last & keep & (x > -INF)).to(tl.int32), 0) > 0
+    # The mass of the k best is known only from all of them.
+    unknown = by_count & by_mass & (tl.max((last & (x > -INF)).to(tl.int32), 0) > 0)
+    beyond = (num_best < vocab) & ((by_count == 0) | (k > num_best))
+    is_open = beyond & (goes_on | unknown)
+    tl.store(open_rows + row, is_open.to(tl.int32))
+    if is_open:
+        return
+    low, high = row_key(tl.load(seeds + row), tl.load(positions + row))
+    race = tl.where(keep, power * quick_inverse(clock(clock_bits(own + id_base, low, high))), -1.0)
+    _, place = tl.max(race, 0, return_indices=True)
+    chosen = cols == place
+    drawn = tl.sum(tl.where(chosen, own, 0), 0)
+    value = tl.sum(tl.where(chosen, x, 0.0), 0).to(tl.float64)
+    tl.store(ids + row, drawn.to(tl.int64))
+    tl.store(logprobs + row, (value - exact).to(tl.float32))
+
+
+@triton.jit
+def filter_kernel(
+    logits, stride_logits, vocab, exact_lse, peaks, num_blocks,
+    top_k, top_p, min_p, seeds, positions, id_base, open_rows, ids, logprobs,
+    BLOCKS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Draw again for rows that few_kernel left open; the others keep what was written."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(open_rows + row) == 0:
+        return
+    k = tl.load(top_k + row).to(tl.int64)
+    p = tl.load(top_p + row).to(tl.float64)
+    floor = tl.load(min_p + row).to(tl.float64)
+    exact = tl.load(exact_lse + row)
+    by_count, by_mass = (k > 0) & (k < vocab), p < 1.0
     base = logits + row * stride_logits
     numbers = tl.arange(0, BLOCKS)
     peak = tl.max(

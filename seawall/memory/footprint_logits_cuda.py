@@ -16,6 +16,7 @@ small tensors beside it. Tile shapes never depend on the workspace: only rows a 
 from dataclasses import dataclass
 
 FAST_TOP_K = 128  # selection by winning blocks up to here, by sorting rows beyond
+FEW_IDS = 64  # best ids looked at first of a row that filters its draw
 PICK_IDS = 256  # shared ids whose weight rows are gathered at once
 
 ALIGN = 256
@@ -36,6 +37,7 @@ class PassShape:
         stored: whether rows of logits are stored (the general route).
         num_partials: numbers of 4 bytes that a block of a row leaves.
         top_k: best ids wanted a row, 0 for none.
+        num_kept: best ids kept of a row that may filter its draw, 0 for none.
         rank: whether targets are recomputed first, to count what is above them.
         num_shared: ids asked for of every row, 0 for none or where rows are stored.
         copied_row_bytes: of inputs that must be copied because their rows are not contiguous.
@@ -49,6 +51,7 @@ class PassShape:
     stored: bool
     num_partials: int
     top_k: int = 0
+    num_kept: int = 0
     rank: bool = False
     num_shared: int = 0
     copied_row_bytes: int = 0
@@ -92,7 +95,7 @@ def power_of_two(number: int) -> int:
 def row_bytes(shape: PassShape) -> int:
     """Bytes of the workspace that a row of a block takes."""
     size = _ROW_BYTES + 4 * shape.num_partials * shape.num_blocks
-    size += 8 * shape.num_chosen + 8 * shape.found_ids
+    size += 8 * shape.num_chosen + 8 * shape.found_ids + 12 * shape.num_kept
     size += shape.num_pairs * (12 + 4 * shape.block_ids)
     size += 4 * shape.stored_stride if shape.stored else 0
     return size + _LOOSE_ROW + shape.copied_row_bytes

@@ -16,7 +16,7 @@ Two routes, chosen by what is asked and by the number of rows, never by the work
 Tiles have the same bits in both. No call waits for the device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,37 +25,18 @@ from seawall.kernels import logits_launch as launch
 from seawall.kernels.logits_configs import FEW_ROWS, TileConfig, configs_for
 from seawall.memory.footprint_logits_cuda import (
     FAST_TOP_K,
+    FEW_IDS,
     PICK_IDS,
     PassShape,
     arena_bytes,
     plan_rows,
+    smallest_cuda_workspace,
 )
-from seawall.sampling.logprobs import LogprobResult
+from seawall.sampling.logprobs import Ask, LogprobResult
 from seawall.sampling.sampler import DrawInput, SampleResult
 from seawall.sampling.tiles import MIN_TEMPERATURE, LogitsInput
 
-__all__ = ["Ask", "pass_shape", "sample_rows", "score_rows"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is wanted of rows besides their log-sum-exp. `token_ids` is [rows, m] or [m]."""
-
-    targets: Tensor | None = None
-    token_ids: Tensor | None = None
-    top_k: int = 0
-    rank: bool = False
-    entropy: bool = False
-
-    @property
-    def shared_ids(self) -> bool:
-        """Whether all rows ask for the same ids."""
-        return self.token_ids is not None and self.token_ids.dim() == 1
-
-    @property
-    def num_ids(self) -> int:
-        """Ids asked for a row."""
-        return 0 if self.token_ids is None else self.token_ids.shape[-1]
+__all__ = ["Ask", "pass_shape", "sample_rows", "score_rows", "smallest_workspace"]
 
 
 def tile_config(source: LogitsInput) -> TileConfig:
@@ -74,6 +55,7 @@ def pass_shape(
     few = source.hidden.shape[0] <= FEW_ROWS
     stored = source.adjust is not None or (draw is not None and draw.may_filter)
     stored = stored or ask.top_k > FAST_TOP_K or (few and ask.top_k > 0)
+    kept = min(FEW_IDS, source.vocab_size) if draw is not None and draw.may_filter else 0
     num_partials = 2 + ask.entropy + (ask.rank and not stored) + (3 if draw is not None else 0)
     return PassShape(
         vocab_size=source.vocab_size,
@@ -83,7 +65,8 @@ def pass_shape(
         block_rows=config.rows,
         stored=stored,
         num_partials=num_partials,
-        top_k=ask.top_k,
+        top_k=ask.top_k or kept,
+        num_kept=kept,
         rank=ask.rank,
         num_shared=ask.num_ids if ask.shared_ids and not stored else 0,
         copied_row_bytes=_copied_row_bytes(source, ask),
@@ -97,6 +80,13 @@ def _copied_row_bytes(source: LogitsInput, ask: Ask) -> int:
         if matrix is not None and matrix.dim() == 2 and matrix.stride(1) != 1:
             size += matrix.shape[1] * matrix.element_size()
     return size
+
+
+def smallest_workspace(
+    source: LogitsInput, ask: Ask | None = None, draw: DrawInput | None = None
+) -> int:
+    """Fewest bytes that a call which scores or draws can work in."""
+    return smallest_cuda_workspace(pass_shape(source, ask=ask, draw=draw))
 
 
 def score_rows(source: LogitsInput, ask: Ask, workspace_bytes: int) -> LogprobResult:
@@ -269,7 +259,10 @@ def _score_fused(blocks: _Blocks, ask: Ask, result: LogprobResult, span: slice) 
     targets = None if ask.targets is None else _rows(ask.targets[span])
     parts = blocks.partials(num_rows, ask)
     mark = slab.used
-    if parts.above is not None and targets is not None:
+    if parts.above is not None and ask.above is not None:
+        parts.above.copy_(ask.above[span])
+        launch.partials(product, parts, targets)
+    elif parts.above is not None and targets is not None:
         # The count needs the target's logit, with the bits that the tile will have.
         launch.target_pairs(product, blocks.pairs(num_rows, 1), targets, parts.above)
         slab.rewind(mark)
@@ -279,6 +272,7 @@ def _score_fused(blocks: _Blocks, ask: Ask, result: LogprobResult, span: slice) 
         launch.partials(product, parts, targets)
     merged = _merged(slab, result, span)
     launch.merge(product, parts, merged)
+    _leave_logits(parts, ask, merged, result, span)
     if result.top_ids is not None and result.top_logprobs is not None:
         _select(blocks, product, parts, None, merged.exact_lse, result, span)
     if ask.token_ids is not None and result.token_logprobs is not None:
@@ -290,6 +284,17 @@ def _score_fused(blocks: _Blocks, ask: Ask, result: LogprobResult, span: slice) 
             ids = _rows(ask.token_ids[span])
             launch.dots(product, ids, out)
         launch.finish(product, ids, out, merged.exact_lse)
+
+
+def _leave_logits(
+    parts: launch.Partials, ask: Ask, merged: launch.Merged, result: LogprobResult, span: slice
+) -> None:
+    """Where logits are asked for, let what follows subtract nothing from them."""
+    if not ask.logits:
+        return
+    merged.exact_lse.zero_()
+    if result.logprobs is not None and parts.target_logits is not None:
+        result.logprobs[span].copy_(parts.target_logits)
 
 
 def _merged(slab: launch.Slab, result: LogprobResult, span: slice) -> launch.Merged:
@@ -351,9 +356,10 @@ def _score_stored(blocks: _Blocks, ask: Ask, result: LogprobResult, span: slice)
         launch.pick(logits, targets, parts.target_logits[:, None], None)
     merged = _merged(slab, result, span)
     launch.merge(product, parts, merged)
-    if result.rank is not None and parts.target_logits is not None:
-        above, rank = parts.target_logits, result.rank[span]
-        launch.count_above(logits, product.vocab_size, above, merged.exact_lse, rank)
+    above = parts.target_logits if ask.above is None else ask.above[span]
+    if result.rank is not None and above is not None:
+        launch.count_above(logits, product.vocab_size, above, merged.exact_lse, result.rank[span])
+    _leave_logits(parts, ask, merged, result, span)
     if ask.token_ids is not None and result.token_logprobs is not None:
         ids = ask.token_ids.expand(num_rows, -1) if ask.shared_ids else ask.token_ids[span]
         launch.pick(logits, _rows(ids), result.token_logprobs[span], merged.exact_lse)
@@ -411,7 +417,25 @@ def _sample_block(
             _numbers(slab, draw.top_p, 1.0, torch.float64, span),
             _numbers(slab, draw.min_p, 0.0, torch.float64, span),
         )
-        launch.filter_rows(product, logits, parts, keys, filters, merged)
+        best = _candidates(blocks, product, parts, logits)
+        open_rows = slab.cut(torch.int32, num_rows)
+        launch.filter_rows(product, logits, parts, keys, filters, best, open_rows, merged)
+
+
+def _candidates(
+    blocks: _Blocks, product: launch.Product, parts: launch.Partials, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best logits and ids of each row: enough for most draws that filter."""
+    num_rows, cut, shape = product.num_rows, blocks.slab.cut, blocks.shape
+    best = cut(torch.float32, num_rows, shape.num_kept), cut(torch.int64, num_rows, shape.num_kept)
+    nothing = cut(torch.float64, num_rows).zero_()  # subtracted from logits, which stay logits
+    mark = blocks.slab.used
+    pairs = blocks.pairs(num_rows, shape.num_chosen)
+    found = cut(torch.int64, num_rows, shape.found_ids)
+    limits = cut(torch.float32, num_rows)
+    launch.select(product, parts, pairs, logits, found, limits, nothing, *best)
+    blocks.slab.rewind(mark)
+    return best
 
 
 def _numbers(

@@ -9,18 +9,15 @@ takes a second pass. A row is its own: what the others hold changes none of its 
 the rounding of the product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from seawall.memory.footprint_logits import PICK_CHUNK, plan_tiles
-from seawall.sampling.adjust import SparseAdjust
+from seawall.memory.footprint_logits import PICK_CHUNK, LogitsShape, plan_tiles
 from seawall.sampling.softmax import RunningSoftmax, subtract_logsumexp
 from seawall.sampling.tiles import Buffers, LogitsInput, TileReader
 from seawall.sampling.topk import RunningTopK
-
-__all__ = ["LogprobResult", "SparseAdjust", "linear_logprobs", "score_rows"]
 
 _FARTHEST = -1e4  # stands in for -inf in d exp(d), which is 0 there
 
@@ -51,83 +48,82 @@ class LogprobResult:
     entropy: Tensor | None
 
 
-def linear_logprobs(  # noqa: PLR0913 -- the public contract
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor | None = None,
-    *,
-    top_k: int = 0,
-    token_ids: Tensor | None = None,
-    temperature: Tensor | float = 1.0,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    bitmask: Tensor | None = None,
-    adjust: SparseAdjust | None = None,
-    with_rank: bool = False,
-    with_entropy: bool = False,
-    workspace_bytes: int = 64 << 20,
-) -> LogprobResult:
-    """Logprobs without the logits matrix; see seawall.ops.linear_logprobs for the arguments."""
-    source = LogitsInput(
-        hidden=hidden,
-        weight=weight,
-        temperature=temperature,
-        softcap=softcap,
-        scale=scale,
-        bias=bias,
-        bitmask=bitmask,
-        adjust=adjust,
-    )
-    if token_ids is not None and token_ids.dim() == 1:
-        token_ids = token_ids.expand(hidden.shape[0], -1)
-    return score_rows(
-        source,
-        targets,
-        token_ids,
-        top_k=top_k,
-        with_rank=with_rank,
-        with_entropy=with_entropy,
-        workspace_bytes=workspace_bytes,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is wanted of rows besides their log-sum-exp.
+
+    Attributes:
+        targets: int64 or int32 [rows].
+        token_ids: likewise [rows, m], or [m] where all rows ask for the same.
+        above: float32 [rows]; `rank` then counts the ids above it, not above a target.
+        logits: give processed logits where the result says logprobs.
+    """
+
+    targets: Tensor | None = None
+    token_ids: Tensor | None = None
+    top_k: int = 0
+    rank: bool = False
+    entropy: bool = False
+    above: Tensor | None = None
+    logits: bool = False
+
+    @property
+    def shared_ids(self) -> bool:
+        """Whether all rows ask for the same ids."""
+        return self.token_ids is not None and self.token_ids.dim() == 1
+
+    @property
+    def num_ids(self) -> int:
+        """Ids asked for a row."""
+        return 0 if self.token_ids is None else self.token_ids.shape[-1]
+
+    def result(self, rows: int, device: torch.device) -> LogprobResult:
+        """Room for the answers, each number as if nothing had been seen yet."""
+
+        def floats(*size: int) -> Tensor:
+            return torch.full(size, -torch.inf, dtype=torch.float32, device=device)
+
+        ids = torch.zeros((rows, self.top_k), dtype=torch.int64, device=device)
+        return LogprobResult(
+            logprobs=None if self.targets is None else floats(rows),
+            logsumexp=floats(rows),
+            top_logprobs=floats(rows, self.top_k) if self.top_k else None,
+            top_ids=ids if self.top_k else None,
+            token_logprobs=None if self.token_ids is None else floats(rows, self.num_ids),
+            rank=torch.ones(rows, dtype=torch.int64, device=device) if self.rank else None,
+            entropy=floats(rows) if self.entropy else None,
+        )
 
 
-def score_rows(
-    source: LogitsInput,
-    targets: Tensor | None,
-    token_ids: Tensor | None,
-    *,
-    top_k: int,
-    with_rank: bool,
-    with_entropy: bool,
-    workspace_bytes: int,
-) -> LogprobResult:
-    """Score every row, block by block. `token_ids` is [rows, M] here."""
-    rows, device = source.hidden.shape[0], source.hidden.device
-    num_ids = 0 if token_ids is None else token_ids.shape[1]
-    shape = source.shape(top_k=top_k, num_token_ids=num_ids, reordered=False)
-    plan = plan_tiles(shape, rows, workspace_bytes)
+def score_shape(source: LogitsInput, ask: Ask) -> LogitsShape:
+    """What the footprint needs to know of a call."""
+    return source.shape(top_k=ask.top_k, num_token_ids=ask.num_ids, reordered=False)
 
-    def floats(*size: int) -> Tensor:
-        return torch.full(size, -torch.inf, dtype=torch.float32, device=device)
 
-    result = LogprobResult(
-        logprobs=None if targets is None else floats(rows),
-        logsumexp=floats(rows),
-        top_logprobs=floats(rows, top_k) if top_k else None,
-        top_ids=torch.zeros((rows, top_k), dtype=torch.int64, device=device) if top_k else None,
-        token_logprobs=None if token_ids is None else floats(rows, num_ids),
-        rank=torch.ones(rows, dtype=torch.int64, device=device) if with_rank else None,
-        entropy=floats(rows) if with_entropy else None,
-    )
+def score_rows(source: LogitsInput, ask: Ask, workspace_bytes: int) -> LogprobResult:
+    """Score every row, block by block."""
+    rows = source.hidden.shape[0]
+    plan = plan_tiles(score_shape(source, ask), rows, workspace_bytes)
+    result = ask.result(rows, source.hidden.device)
     buffers = Buffers.make(plan, source)
     for first in range(0, rows, plan.rows):
         end = min(first + plan.rows, rows)
         reader = TileReader(source, buffers, first, end)
-        asked_RM = None if token_ids is None else token_ids[first:end]
-        targets_R = None if targets is None else targets[first:end]
-        _score_block(reader, buffers, targets_R, asked_RM, _rows_of(result, first, end))
+        _score_block(reader, buffers, _rows_asked(ask, first, end), _rows_of(result, first, end))
     return result
+
+
+def _rows_asked(ask: Ask, first: int, end: int) -> Ask:
+    """What is asked of some rows, with ids for each of them."""
+    ids = ask.token_ids
+    if ids is not None:
+        ids = ids.expand(end - first, -1) if ask.shared_ids else ids[first:end]
+    return replace(
+        ask,
+        targets=None if ask.targets is None else ask.targets[first:end],
+        token_ids=ids,
+        above=None if ask.above is None else ask.above[first:end],
+    )
 
 
 def _rows_of(result: LogprobResult, first: int, end: int) -> LogprobResult:
@@ -147,14 +143,9 @@ def _rows_of(result: LogprobResult, first: int, end: int) -> LogprobResult:
     )
 
 
-def _score_block(
-    reader: TileReader,
-    buffers: Buffers,
-    targets_R: Tensor | None,
-    asked_RM: Tensor | None,
-    out: LogprobResult,
-) -> None:
+def _score_block(reader: TileReader, buffers: Buffers, ask: Ask, out: LogprobResult) -> None:
     """One pass over the tiles, a second one for the rank, and the results of a block."""
+    targets_R, asked_RM = ask.targets, ask.token_ids
     softmax = RunningSoftmax(reader.num_rows, out.logsumexp.device)
     best = None if out.top_ids is None else RunningTopK(out.top_ids.shape[1])
     for start, tile in reader.tiles():
@@ -170,12 +161,13 @@ def _score_block(
         assert best.ids is not None and best.values is not None
         out.top_ids.copy_(best.ids)
         out.top_logprobs.copy_(best.values)
-        subtract_logsumexp(out.top_logprobs, lse)
-    if out.rank is not None and targets_R is not None and out.logprobs is not None:
-        _rank(reader, targets_R, out.logprobs, out.rank)
+    if out.rank is not None:
+        above = out.logprobs if ask.above is None else ask.above
+        assert above is not None
+        _rank(reader, targets_R if ask.above is None else None, above, out.rank)
         out.rank.masked_fill_(lse.isnan(), 0)
-    for values in (out.logprobs, out.token_logprobs):
-        if values is not None:
+    for values in (out.logprobs, out.token_logprobs, out.top_logprobs):
+        if values is not None and not ask.logits:
             subtract_logsumexp(values, lse)
     if out.entropy is not None:
         out.entropy.copy_(softmax.entropy().add_(reader.poison))
@@ -217,13 +209,14 @@ def _pick(tile_RT: Tensor, start: int, ids_RM: Tensor, out_RM: Tensor) -> None:
         out.copy_(torch.where(inside, found, out))
 
 
-def _rank(reader: TileReader, targets_R: Tensor, logits_R: Tensor, rank_R: Tensor) -> None:
-    """Count the strictly greater logits in a second pass; the target itself never counts."""
+def _rank(reader: TileReader, targets_R: Tensor | None, logits_R: Tensor, rank_R: Tensor) -> None:
+    """Count the strictly greater logits in a second pass; a target itself never counts."""
     for start, tile in reader.tiles():
-        columns = targets_R - start
-        inside = (columns >= 0).logical_and_(columns < tile.shape[1])
-        columns.clamp_(0, tile.shape[1] - 1)
-        own = tile.gather(1, columns[:, None]).masked_fill_(inside[:, None], -torch.inf)
-        tile.scatter_(1, columns[:, None], own)
+        if targets_R is not None:
+            columns = targets_R - start
+            inside = (columns >= 0).logical_and_(columns < tile.shape[1])
+            columns.clamp_(0, tile.shape[1] - 1)
+            own = tile.gather(1, columns[:, None]).masked_fill_(inside[:, None], -torch.inf)
+            tile.scatter_(1, columns[:, None], own)
         tile.gt_(logits_R[:, None])
         rank_R.add_(tile.sum(1).to(torch.int64))

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from seawall.memory.footprint_logits import CANDIDATES, plan_tiles
-from seawall.sampling.adjust import SparseAdjust
+from seawall.memory.footprint_logits import CANDIDATES, LogitsShape, plan_tiles
 from seawall.sampling.filters import Filters, Race, relative_powers
 from seawall.sampling.logprobs import accumulate
 from seawall.sampling.noise import id_codes, negative_clocks, row_keys
@@ -85,43 +84,17 @@ class DrawInput:
         )
 
 
-def linear_sample(  # noqa: PLR0913 -- the public contract
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor | float = 1.0,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    bitmask: Tensor | None = None,
-    adjust: SparseAdjust | None = None,
-    workspace_bytes: int = 64 << 20,
+def sample_shape(source: LogitsInput, draw: DrawInput) -> LogitsShape:
+    """What the footprint needs to know of a call."""
+    return replace(source.shape(reordered=True), filtered=draw.may_filter)
+
+
+def sample_rows(
+    source: LogitsInput, draw: DrawInput, workspace_bytes: int, id_base: int = 0
 ) -> SampleResult:
-    """Draw without the logits matrix; see seawall.ops.linear_sample for the arguments."""
-    source = LogitsInput(
-        hidden=hidden,
-        weight=weight,
-        temperature=temperature,
-        softcap=softcap,
-        scale=scale,
-        bias=bias,
-        bitmask=bitmask,
-        adjust=adjust,
-    )
-    draw = DrawInput(seeds=seeds, positions=positions, top_k=top_k, top_p=top_p, min_p=min_p)
-    return sample_rows(source, draw, workspace_bytes)
-
-
-def sample_rows(source: LogitsInput, draw: DrawInput, workspace_bytes: int) -> SampleResult:
-    """Draw one token for every row, block by block."""
+    """Draw one token for every row, block by block; noise takes id 0 of the weight for id_base."""
     rows, device = source.hidden.shape[0], source.hidden.device
-    shape = replace(source.shape(reordered=True), filtered=draw.may_filter)
-    plan = plan_tiles(shape, rows, workspace_bytes)
+    plan = plan_tiles(sample_shape(source, draw), rows, workspace_bytes)
     result = SampleResult(
         ids=torch.zeros(rows, dtype=torch.int64, device=device),
         logprobs=torch.zeros(rows, dtype=torch.float32, device=device),
@@ -129,8 +102,8 @@ def sample_rows(source: LogitsInput, draw: DrawInput, workspace_bytes: int) -> S
     )
     buffers = Buffers.make(plan, source)
     for first in range(0, rows, plan.rows):
-        block = _Block(source, draw, buffers, first, min(first + plan.rows, rows))
-        block.sample(result)
+        span = slice(first, min(first + plan.rows, rows))
+        _Block(source, draw, buffers, span, id_base).sample(result)
     return result
 
 
@@ -138,12 +111,19 @@ class _Block:
     """One block of rows: their order by route, their draws, and the writing of their results."""
 
     def __init__(
-        self, source: LogitsInput, draw: DrawInput, buffers: Buffers, first: int, end: int
+        self,
+        source: LogitsInput,
+        draw: DrawInput,
+        buffers: Buffers,
+        span: slice,
+        id_base: int,
     ) -> None:
+        assert id_base == 0 or not draw.may_filter, "filters need all ids of the vocabulary"
         self._source = source
         self._buffers = buffers
-        self._first, self._end = first, end
-        self._keys = row_keys(draw.seeds[first:end], draw.positions[first:end])
+        self._id_base = id_base
+        self._first, self._end = first, end = span.start, span.stop
+        self._keys = row_keys(draw.seeds[span], draw.positions[span])
         filters = draw.filters(first, end, source.vocab_size) if draw.may_filter else None
         routes = _routes(source, filters, first, end)
         self._num_plain, self._num_drawn = routes.num_plain, routes.num_drawn
@@ -203,7 +183,8 @@ class _Block:
         rows, width = tile_RT.shape
         peak_R = tile_RT.amax(1)
         shift_R1 = RunningSoftmax.shift(peak_R)[:, None]
-        codes = id_codes(torch.arange(start, start + width, device=tile_RT.device))
+        first_id = start + self._id_base
+        codes = id_codes(torch.arange(first_id, first_id + width, device=tile_RT.device))
         sums_R, weights_R = torch.empty_like(peak_R), torch.empty_like(peak_R)
         places_R = torch.empty(rows, dtype=torch.int64, device=tile_RT.device)
         step = self._buffers.plan.scratch_rows

@@ -1,4 +1,4 @@
-"""The CUDA logits path: parity, ties, draws, faults, bits and bytes."""
+"""The CUDA logits path: parity, ties, draws, chances, faults, bits, bytes and waits."""
 
 import pytest
 import torch
@@ -10,7 +10,11 @@ from seawall.sampling.sampler import DrawInput
 from seawall.sampling.tiles import LogitsInput
 
 pytestmark = pytest.mark.gpu
-SEEDS = {"noise": 2, "scores": 30, "ties": 12, "draws": 24, "faults": 6, "bits": 10}
+SEEDS = {
+    "noise": 2, "scores": 30, "ties": 12, "draws": 24, "faults": 6, "bits": 10,
+    "chances": 20, "workspaces": 6, "public": 12, "waits": 12,
+    "group": 6,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

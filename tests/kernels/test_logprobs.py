@@ -393,7 +393,7 @@ def test_a_small_workspace_names_the_smallest_that_works() -> None:
         ({"bitmask": torch.ones(2, 2).int()}, "bitmask: shape"),
         ({"bitmask": torch.ones(2, 1).long()}, "bitmask: dtype"),
         ({"with_rank": True}, "with_rank"),
-        ({"group": object()}, "not built yet"),
+        ({"group": object()}, "is not a torch.distributed process group"),
         ({"weight": torch.ones(7, 4)}, "do not multiply"),
         ({"weight": torch.ones(7, 3).double()}, "weight: dtype"),
         ({"weight": torch.ones(0, 3)}, "is empty"),

@@ -447,7 +447,7 @@ def test_a_large_vocabulary_fits_64_mib(filters: dict[str, Any]) -> None:
         ({"top_k": -2}, "top_k: -2"),
         ({"top_k": torch.ones(2)}, "top_k: dtype"),
         ({"temperature": -1.0}, "temperature: -1.0"),
-        ({"group": object()}, "not built yet"),
+        ({"group": object()}, "is not a torch.distributed process group"),
         ({"workspace_bytes": 100}, "give at least"),
     ],
 )
