@@ -5,13 +5,19 @@ are known ones whose feature has not been built yet: nothing is silently ignored
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import reprlib
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
+import numpy as np
+
 from seawall.core.errors import RequestError
+from seawall.core.step import I64
 
 LogprobsMode = Literal["raw", "processed"]
+TokenIds = Sequence[int] | I64
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_SAMPLES = 4096
@@ -22,6 +28,8 @@ _MAX_STOPS = 64
 # Beyond these a logit divided by the penalty and the temperature leaves float32.
 _LEAST_REPETITION_PENALTY = 1e-6
 _MAX_BIAS = 1e30
+_MAX_ID_DIGITS = 18
+_INT64 = np.iinfo(np.int64)
 _NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width")
 _NEUTRAL_ONLY = ("custom_params", "stream_interval")
 
@@ -85,7 +93,8 @@ class SamplingParams:
         if raw is None:
             return cls()
         if isinstance(raw, SamplingParams):
-            return raw
+            # Made by hand, its values were never looked at.
+            raw = asdict(raw)
         if not isinstance(raw, Mapping):
             raise RequestError(
                 f"sampling_params: got {type(raw).__name__}; give a mapping of names to values"
@@ -125,7 +134,7 @@ def parse_logprobs(
     return_logprob: bool,
     logprob_start_len: int | None,
     top_logprobs_num: int | None,
-    token_ids_logprob: Sequence[int] | None,
+    token_ids_logprob: TokenIds | None,
     mode: str | None,
     default_mode: LogprobsMode,
     sampling: SamplingParams,
@@ -135,8 +144,9 @@ def parse_logprobs(
     Raises:
         RequestError: a value out of range, or an unknown mode.
     """
-    if mode not in (None, "raw", "processed"):
-        raise RequestError(f"logprobs_mode: got {mode!r}; choose 'raw' or 'processed'")
+    # A value of any type may come in here: an array compares to an array.
+    if mode is not None and str(mode) not in ("raw", "processed"):
+        raise RequestError(f"logprobs_mode: got {brief(mode)}; choose 'raw' or 'processed'")
     if not return_logprob:
         return LogprobSpec()
     start = -1 if logprob_start_len is None else _integer("logprob_start_len", logprob_start_len)
@@ -174,7 +184,7 @@ class RequestLimits:
         return min(self.context_length, self.max_total_tokens)
 
 
-def check_prompt(ids: Sequence[int], limits: RequestLimits) -> None:
+def check_prompt(ids: TokenIds, limits: RequestLimits) -> None:
     """Refuse prompts that are empty, hold ids out of range, or are longer than the engine holds.
 
     Raises:
@@ -182,11 +192,12 @@ def check_prompt(ids: Sequence[int], limits: RequestLimits) -> None:
     """
     if len(ids) == 0:
         raise RequestError("prompt: got 0 tokens, the least is 1; give some text or input_ids")
-    for token in (min(ids), max(ids)):
+    ends = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    for token in ends:
         if not 0 <= token < limits.vocab_size:
             raise RequestError(
-                f"input_ids: got id {token}, the vocabulary is [0, {limits.vocab_size}); "
-                "tokenise with this model's tokenizer"
+                f"input_ids: got id {brief(int(token))}, the vocabulary is "
+                f"[0, {limits.vocab_size}); tokenise with this model's tokenizer"
             )
     if len(ids) > limits.max_tokens:
         name = _binding_limit(limits)
@@ -280,10 +291,12 @@ def _checked(raw: Mapping[str, object]) -> dict[str, object]:
             if value is not None:
                 raise RequestError(f"{name}: not built yet in this version; leave it out")
         elif name in _NEUTRAL_ONLY:
-            if value not in (None, 1):
-                raise RequestError(f"{name}: got {value!r}, not supported; leave it out")
+            if value is not None and not (isinstance(value, int) and value == 1):
+                raise RequestError(f"{name}: got {brief(value)}, not supported; leave it out")
         else:
-            raise RequestError(f"sampling_params: unknown name {name!r}; see docs for the list")
+            raise RequestError(
+                f"sampling_params: unknown name {brief(name)}; see docs for the list"
+            )
     _check_ranges(values)
     return values
 
@@ -318,29 +331,50 @@ def _check_ranges(values: dict[str, object]) -> None:
         )
 
 
+def brief(value: object) -> str:
+    """What was given, short enough for a message of one line, whatever it is."""
+    try:
+        return " ".join(_BRIEF.repr(value).split())
+    except ValueError:  # Python writes out no integer of more than some thousand digits
+        return f"{type(value).__name__} beyond any limit"
+
+
+def _briefly() -> reprlib.Repr:
+    shown = reprlib.Repr()
+    shown.maxlevel, shown.maxlist, shown.maxtuple, shown.maxdict = 2, 4, 4, 4
+    shown.maxstring = shown.maxother = 60
+    return shown
+
+
+_BRIEF = _briefly()
+
+
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        raise RequestError(f"{name}: got {value!r}, an integer is needed")
-    return value
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise RequestError(f"{name}: got {brief(value)}, an integer is needed")
+    low, high = int(_INT64.min), int(_INT64.max)
+    if not low <= value <= high:
+        raise RequestError(f"{name}: got {brief(value)}, the range is [{low}, {high}]; change it")
+    return int(value)
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name}: got {value!r}, a number is needed")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise RequestError(f"{name}: got {brief(value)}, a number is needed")
     try:
         number = float(value)
     except OverflowError:
         raise RequestError(f"{name}: got an integer beyond any float; lower it") from None
     if not math.isfinite(number):
-        raise RequestError(f"{name}: got {value}, a finite number is needed")
+        raise RequestError(f"{name}: got {number}, a finite number is needed")
     return number
 
 
 def _boolean(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{name}: got {value!r}, true or false is needed")
+        raise RequestError(f"{name}: got {brief(value)}, true or false is needed")
     return value
 
 
@@ -348,16 +382,17 @@ def _id_tuple(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, int) and not isinstance(value, bool):
-        return (value,)
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise RequestError(f"{name}: got {value!r}, a list of token ids is needed")
+        return (_integer(name, value),)
+    # Not any iterable: an iterator would be used up by the first prompt of a batch.
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence | AbstractSet | np.ndarray):
+        raise RequestError(f"{name}: got {brief(value)}, a list of token ids is needed")
     return tuple(_integer(name, item) for item in value)
 
 
 def _stops(name: str, value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
-        raise RequestError(f"{name}: got {value!r}, a string or a list of strings is needed")
+        raise RequestError(f"{name}: got {brief(value)}, a string or a list of strings is needed")
     if any(not item for item in items):
         raise RequestError(f"{name}: got an empty string, which would stop at once; remove it")
     if len(items) > _MAX_STOPS or sum(len(i) for i in items) > _MAX_STOP_CHARS:
@@ -369,20 +404,32 @@ def _stops(name: str, value: object) -> tuple[str, ...]:
 
 
 def _bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, Mapping):
-        raise RequestError(f"{name}: got {value!r}, a mapping of token id to number is needed")
-    pairs = []
-    for token, amount in value.items():
-        text = str(token)
-        if not text.isdecimal():
-            raise RequestError(f"{name}: got key {token!r}, a token id is needed")
+    if isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value):
+        items = list(value)
+    elif isinstance(value, Mapping):
+        items = list(value.items())
+    else:
+        raise RequestError(f"{name}: got {brief(value)}, a mapping of token id to number is needed")
+    pairs: dict[int, float] = {}
+    for key, amount in items:
+        token = _bias_key(name, key)
         bias = _number(name, amount)
         if abs(bias) > _MAX_BIAS:
             raise RequestError(
                 f"{name}: got {bias}, the range is [-{_MAX_BIAS}, {_MAX_BIAS}]; change it"
             )
-        pairs.append((int(text), bias))
-    return tuple(sorted(pairs))
+        if token in pairs:
+            raise RequestError(f"{name}: got id {token} twice; give each id one value")
+        pairs[token] = bias
+    return tuple(sorted(pairs.items()))
+
+
+def _bias_key(name: str, key: object) -> int:
+    if isinstance(key, str) and key.isdecimal() and len(key) <= _MAX_ID_DIGITS:
+        return int(key)
+    if isinstance(key, int | np.integer) and not isinstance(key, bool) and key >= 0:
+        return _integer(name, key)
+    raise RequestError(f"{name}: got key {brief(key)}, a token id is needed")
 
 
 _PARSERS = {

@@ -12,31 +12,39 @@ import contextlib
 import logging
 import queue
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from tqdm.auto import tqdm
 
 from seawall.core.config import EngineArgs, EngineConfig
-from seawall.core.errors import ConfigError
+from seawall.core.errors import ConfigError, EngineError, RequestError
 from seawall.core.wire import (
     AbortRequest,
     CacheFlushed,
     FinishRequest,
     FlushCache,
     FromCore,
+    GenerateRequest,
     OutputDelta,
 )
 from seawall.engine.assemble import assemble
+from seawall.engine.devices import choose_device
 from seawall.engine.driver import CoreThread, Mailbox
-from seawall.engine.planning import make_plan
+from seawall.engine.planning import make_plan, model_folder
+from seawall.engine.results import ResultClaim
+from seawall.engine.weights import checked_tensors
 from seawall.offline.collect import ResultWriter, SampleCollector
+from seawall.offline.forms import Columns, Lists
 from seawall.offline.inputs import Call, GenerateOptions, InputReader
 from seawall.offline.score import ScoreArgs, ScoreResult, score
+from seawall.offline.scores import ScoreTotals
 from seawall.text.tokenizer import Tokenizer
 
 Result = dict[str, Any]
+Collectors = dict[tuple[str, int], SampleCollector]
+T = TypeVar("T")
 Prompt = str | Sequence[str] | None
 
 
@@ -54,9 +62,10 @@ class Engine:
     """
 
     def __init__(self, model_path: str = "demo", **args: Unpack[EngineArgs]) -> None:
-        config = EngineConfig.from_args({"model_path": model_path, **args})
+        device = choose_device(args)
+        config = EngineConfig.from_args({"model_path": model_path, **args}, device.name)
         logging.getLogger("seawall").setLevel(config.log_level.upper())
-        plan = make_plan(config)
+        plan = make_plan(config, device_memory=device.memory_bytes)
         self.tokenizer = (
             None if config.model.skip_tokenizer_init else Tokenizer.load(plan.tokenizer_folder)
         )
@@ -117,16 +126,16 @@ class Engine:
 
         Returns:
             SGLang's dictionary (contract: `generate`); a list of them for a batch or n > 1, prompt
-            by prompt.
+            by prompt. With `logprob_format="columns"` logprobs are numpy arrays (docs/results.md).
 
         Raises:
             RequestError: something asked cannot be honoured; nothing was run.
+            QueueFullError: logprob results of other calls leave no room for this one's.
         """
         call = self._read(prompt, sampling_params, input_ids, options)
         if stream:
             return self._stream(call)
-        collectors = self._run(call, progress=progress)
-        return self._results(call, collectors)
+        return self._run(call, lambda samples: self._results(call, samples), progress=progress)
 
     def async_generate(
         self,
@@ -155,7 +164,12 @@ class Engine:
     # -- control -----------------------------------------------------------------------------
 
     def abort_request(self, rid: str | None = None, *, abort_all: bool = False) -> None:
-        """End a request by its id, or all; their results say so."""
+        """End a request by its id, or all; their results say so.
+
+        Raises:
+            EngineError: the engine was shut down.
+        """
+        self._thread.check_alive()
         if rid is not None or abort_all:
             self._thread.send(AbortRequest(rid=None if abort_all else rid))
 
@@ -177,25 +191,125 @@ class Engine:
         """Arguments as resolved, limits, counters and the random seed."""
         return self._thread.call(self._assembly.server_info)
 
+    # -- between requests --------------------------------------------------------------------
+
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Give device memory back for a while. Refused: not built yet."""
-        raise _not_built("release_memory_occupation")
+        """Give device memory back until `resume_memory_occupation`; requests are refused meanwhile.
+
+        Args:
+            tags: of "weights", "kv_cache" and "cuda_graph"; None for all. With the KV pool the
+                cached prefixes go. What is released already stays so.
+
+        Raises:
+            RequestError: a tag that is not known.
+            EngineError: requests run or wait.
+            ModelError: the checkpoint can't be read again. In each case nothing was released.
+        """
+        self._thread.call(lambda: self._assembly.control.release(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take released memory again. Refused: not built yet."""
-        raise _not_built("resume_memory_occupation")
+        """Take released memory again, in the same sizes.
 
-    def update_weights_from_disk(self, model_path: str, load_format: str | None = None) -> None:
-        """Replace the weights. Refused: not built yet."""
-        raise _not_built("update_weights_from_disk")
+        Weights are read again from where they came from. If that was `update_weights_from_tensor`,
+        requests stay refused until every weight has been given again.
 
-    def update_weights_from_tensor(self, named_tensors: Any) -> None:
-        """Replace some weights. Refused: not built yet."""
-        raise _not_built("update_weights_from_tensor")
+        Raises:
+            RequestError: a tag that is not known.
+            ModelError: the checkpoint can't be read; the weights have no content.
+        """
+        self._thread.call(lambda: self._assembly.control.resume(tags))
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> tuple[bool, str]:
+        """Replace all weights by those of another checkpoint of the same model.
+
+        Requests that were submitted before are computed to their end with the old weights, later
+        ones wait. Cached prefixes go.
+
+        Args:
+            model_path: a folder or a Hugging Face id.
+            load_format: None, "auto" or "safetensors".
+            abort_all_requests: end the requests that run or wait instead.
+            weight_version: the new `meta_info["weight_version"]`; None leaves it as it is.
+
+        Returns:
+            True and a line that says what was done, as SGLang does; there is no False.
+
+        Raises:
+            ConfigError: config.json is another model's, or an argument can't be honoured.
+            ModelError: a tensor does not fit. In each case nothing was changed.
+            EngineError: the memory of the weights is released.
+        """
+        if load_format not in (None, "auto", "safetensors"):
+            raise ConfigError(
+                f"load_format: got {load_format!r}, updates are read as 'auto' or 'safetensors'"
+            )
+        folder = model_folder(model_path)
+        self._end_requests(abort_all_requests)
+        control = self._assembly.control
+        self._thread.call_when_idle(lambda: control.update_from_folder(folder, weight_version))
+        return True, f"weights were read from {model_path}"
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Any,
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> tuple[bool, str]:
+        """Replace some weights by tensors; all of the call, or none.
+
+        Requests that were submitted before are computed to their end with the old weights, later
+        ones wait.
+
+        Args:
+            named_tensors: a mapping, or pairs, from the names of the checkpoint (q_proj, k_proj
+                and v_proj, gate_proj and up_proj by themselves) to tensors of the model's shapes
+                and dtype.
+            load_format: None; other ways of packing are not built.
+            flush_cache: drop cached prefixes; False keeps them, though they are of old weights.
+            abort_all_requests: end the requests that run or wait instead.
+            weight_version: the new `meta_info["weight_version"]`; None leaves it as it is.
+
+        Returns:
+            True and a line that says what was done, as SGLang does; there is no False.
+
+        Raises:
+            ModelError: a tensor does not fit; nothing was changed.
+            EngineError: the memory of the weights is released.
+        """
+        if load_format is not None:
+            raise ConfigError(f"load_format: got {load_format!r}, not built yet; leave it out")
+        tensors = checked_tensors(named_tensors)
+        self._end_requests(abort_all_requests)
+        control = self._assembly.control
+        self._thread.call_when_idle(
+            lambda: control.update_from_tensors(tensors, weight_version, flush_cache=flush_cache)
+        )
+        return True, f"{len(tensors)} weights were taken"
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        """Values of a weight. Refused: not built yet."""
-        raise _not_built("get_weights_by_name")
+        """The first rows of a weight as nested lists of floats.
+
+        Raises:
+            RequestError: there is none of that name, or truncate_size is negative.
+            EngineError: the weights have no content at present.
+        """
+        if truncate_size < 0:
+            raise RequestError(f"truncate_size: got {truncate_size}, the least is 0; raise it")
+        return self._thread.call(lambda: self._assembly.control.values(name, truncate_size))
+
+    def _end_requests(self, wanted: bool) -> None:
+        if wanted:
+            self.abort_request(abort_all=True)
 
     @property
     def plan_table(self) -> str:
@@ -225,13 +339,25 @@ class Engine:
         for name in options:
             if name not in known:
                 raise TypeError(f"generate() got an unknown argument {name!r}")
+        refusal = self._assembly.core.refusal
+        if refusal is not None:
+            raise EngineError(refusal)
         options = {**options, "sampling_params": sampling_params}
-        return self._reader.read(prompt, input_ids, options)
+        call = self._reader.read(prompt, input_ids, options)
+        self._assembly.results.check(call.requests)
+        return call
 
-    def _collectors(self, call: Call, *, streaming: bool) -> dict[tuple[str, int], SampleCollector]:
+    def _collectors(self, call: Call, claim: ResultClaim, *, streaming: bool) -> Collectors:
         return {
             (request.rid, index): SampleCollector(
-                request, index, self.tokenizer, streaming=streaming
+                request,
+                index,
+                self.tokenizer if call.with_text or request.sampling.stop else None,
+                streaming=streaming,
+                keeps_text=call.with_text,
+                totals=_totals(request) if call.totals_only else None,
+                charge=claim.charge,
+                room=self._assembly.texts,
             )
             for request in call.requests
             for index in range(request.sampling.n)
@@ -252,9 +378,7 @@ class Engine:
         self._thread.forget(rid)
         self._thread.send(AbortRequest(rid=rid))
 
-    def _grown(
-        self, collectors: dict[tuple[str, int], SampleCollector], parcel: list[FromCore]
-    ) -> Iterator[SampleCollector]:
+    def _grown(self, collectors: Collectors, parcel: list[FromCore]) -> Iterator[SampleCollector]:
         """The samples that a parcel adds to; what comes after a sample's end is dropped."""
         for delta in parcel:
             assert isinstance(delta, OutputDelta)
@@ -266,8 +390,10 @@ class Engine:
                 self._thread.send(FinishRequest(rid=delta.rid, index=delta.index, num_output=cut))
             yield sample
 
-    def _forget(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> None:
+    def _forget(self, call: Call, collectors: Collectors) -> None:
         """End what an interrupted caller left behind; the rest has ended."""
+        for sample in collectors.values():
+            sample.close()
         for request in call.requests:
             samples = (collectors[request.rid, i] for i in range(request.sampling.n))
             if any(sample.finish is None for sample in samples):
@@ -275,41 +401,44 @@ class Engine:
             else:
                 self._thread.forget(request.rid)
 
-    def _run(self, call: Call, *, progress: bool = False) -> dict[tuple[str, int], SampleCollector]:
-        """Run all requests of a call to their end."""
-        collectors = self._collectors(call, streaming=False)
-        inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
-        left = len(collectors)
-        self._submit(call, inbox.put)
-        bar = tqdm(total=left, disable=not progress, unit="sample")
-        try:
-            while left:
-                ended = sum(s.finish is not None for s in self._grown(collectors, inbox.get()))
-                left -= ended
-                bar.update(ended)
-        finally:
-            bar.close()
-            self._forget(call, collectors)
-        return collectors
+    def _run(self, call: Call, make: Callable[[Collectors], T], *, progress: bool = False) -> T:
+        """Run all requests of a call to their end; returns what `make` makes of them."""
+        with self._assembly.results.open(call.requests) as claim:
+            collectors = self._collectors(call, claim, streaming=False)
+            inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
+            left = len(collectors)
+            self._submit(call, inbox.put)
+            bar = tqdm(total=left, disable=not progress, unit="sample")
+            try:
+                while left:
+                    ended = sum(s.finish is not None for s in self._grown(collectors, inbox.get()))
+                    left -= ended
+                    bar.update(ended)
+            finally:
+                bar.close()
+                self._forget(call, collectors)
+            return make(collectors)
 
     async def _async_run(self, call: Call) -> Any:
-        collectors = self._collectors(call, streaming=False)
-        async for _ in self._async_samples(call, collectors):
-            pass
-        return self._results(call, collectors)
+        with self._assembly.results.open(call.requests) as claim:
+            collectors = self._collectors(call, claim, streaming=False)
+            async for _ in self._async_samples(call, collectors):
+                pass
+            return self._results(call, collectors)
 
     async def _async_stream(self, call: Call) -> AsyncIterator[Result]:
-        collectors = self._collectors(call, streaming=True)
         writer = self._writer(call)
 
         async def results() -> AsyncIterator[Result]:
-            async for sample in self._async_samples(call, collectors):
-                yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
+            with self._assembly.results.open(call.requests) as claim:
+                collectors = self._collectors(call, claim, streaming=True)
+                async for sample in self._async_samples(call, collectors):
+                    yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
 
         return results()
 
     async def _async_samples(
-        self, call: Call, collectors: dict[tuple[str, int], SampleCollector]
+        self, call: Call, collectors: Collectors
     ) -> AsyncIterator[SampleCollector]:
         """Each sample whenever it has grown, until all have ended."""
         loop = asyncio.get_running_loop()
@@ -325,23 +454,26 @@ class Engine:
             self._forget(call, collectors)
 
     def _stream(self, call: Call) -> Generator[Result, None, None]:
-        collectors = self._collectors(call, streaming=True)
         writer = self._writer(call)
-        inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
-        left = len(collectors)
-        self._submit(call, inbox.put)
-        try:
-            while left:
-                for sample in self._grown(collectors, inbox.get()):
-                    left -= sample.finish is not None
-                    yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
-        finally:
-            self._forget(call, collectors)
+        with self._assembly.results.open(call.requests) as claim:
+            collectors = self._collectors(call, claim, streaming=True)
+            inbox: queue.SimpleQueue[list[FromCore]] = queue.SimpleQueue()
+            left = len(collectors)
+            self._submit(call, inbox.put)
+            try:
+                while left:
+                    for sample in self._grown(collectors, inbox.get()):
+                        left -= sample.finish is not None
+                        yield writer.result(sample, collectors[sample.request.rid, 0].prompt)
+            finally:
+                self._forget(call, collectors)
 
     def _writer(self, call: Call) -> ResultWriter:
-        return ResultWriter(self.tokenizer, text_in_logprobs=call.text_in_logprobs)
+        if call.logprob_format == "columns":
+            return ResultWriter(Columns())
+        return ResultWriter(Lists(self.tokenizer if call.text_in_logprobs else None))
 
-    def _results(self, call: Call, collectors: dict[tuple[str, int], SampleCollector]) -> Any:
+    def _results(self, call: Call, collectors: Collectors) -> Any:
         writer = self._writer(call)
         results = [
             writer.result(sample, collectors[sample.request.rid, 0].prompt)
@@ -350,8 +482,11 @@ class Engine:
         return results if call.is_batch or len(results) > 1 else results[0]
 
 
-def _not_built(name: str) -> ConfigError:
-    return ConfigError(f"{name}: not built yet in this version; make a new Engine instead")
+def _totals(request: GenerateRequest) -> ScoreTotals:
+    """Sums of the prompt tokens that are scored: all from `start_len` on, the first one never."""
+    start = request.logprob.start_len
+    assert start is not None and start > 0
+    return ScoreTotals(request.input_ids[start:])
 
 
 def _post(

@@ -7,9 +7,10 @@ requests of a call are checked before any is submitted, so a bad one leaves the 
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from seawall.core.errors import RequestError
 from seawall.core.params import (
@@ -17,6 +18,8 @@ from seawall.core.params import (
     LogprobSpec,
     RequestLimits,
     SamplingParams,
+    TokenIds,
+    brief,
     check_against_model,
     check_prompt,
     parse_logprobs,
@@ -25,11 +28,19 @@ from seawall.core.params import (
 from seawall.core.wire import GenerateRequest
 from seawall.text.tokenizer import Tokenizer
 
+_MOST = 2**62  # numbers that no check beyond this one can stumble over
 ParamsArg = Mapping[str, object] | SamplingParams | None
+LogprobFormat = Literal["lists", "columns"]
+_FORMATS: tuple[LogprobFormat, ...] = ("lists", "columns")
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` beside the prompt (contract: SGLang's names)."""
+    """Keyword arguments of `generate` beside the prompt: SGLang's names, and these of our own.
+
+    logprobs_mode: "raw" or "processed".
+    logprob_format: "lists" (SGLang's) or "columns" (numpy arrays, see docs/results.md).
+    return_text: False leaves "text" empty and never calls the tokenizer, but for stop strings.
+    """
 
     sampling_params: ParamsArg | Sequence[ParamsArg]
     return_logprob: bool | Sequence[bool]
@@ -37,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs_num: int | Sequence[int | None] | None
     token_ids_logprob: Sequence[int] | Sequence[Sequence[int] | None] | None
     logprobs_mode: str | None
+    logprob_format: LogprobFormat
+    return_text: bool
     return_text_in_logprobs: bool
     rid: str | Sequence[str] | None
     priority: int | Sequence[int | None] | None
@@ -45,11 +58,19 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The requests of one call, and the shape its result takes."""
+    """The requests of one call, and the shape its result takes.
+
+    Attributes:
+        with_text: whether results have text.
+        totals_only: of the prompt's scores only the sum is wanted.
+    """
 
     requests: tuple[GenerateRequest, ...]
     is_batch: bool
-    text_in_logprobs: bool
+    with_text: bool = True
+    logprob_format: LogprobFormat = "lists"
+    text_in_logprobs: bool = False
+    totals_only: bool = False
 
     @property
     def num_results(self) -> int:
@@ -83,11 +104,20 @@ class InputReader:
         requests = [self._request(ids, columns, i) for i, ids in enumerate(prompts)]
         rids = [r.rid for r in requests]
         if len(set(rids)) < len(rids):
-            raise RequestError(f"rid: got {rids}, they must differ; give each its own or none")
+            raise RequestError(
+                f"rid: got {brief(rids)}, they must differ; give each its own or none"
+            )
+        form, with_texts = columns.logprob_format(), columns.switch("return_text_in_logprobs")
+        if with_texts and form == "columns":
+            raise RequestError(
+                "return_text_in_logprobs: columns have no text; use logprob_format 'lists'"
+            )
         return Call(
             requests=tuple(requests),
             is_batch=is_batch,
-            text_in_logprobs=columns.flag("return_text_in_logprobs", 0) if prompts else False,
+            with_text=columns.switch("return_text", default=True),
+            logprob_format=form,
+            text_in_logprobs=with_texts,
         )
 
     def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -116,7 +146,7 @@ class InputReader:
                 return token
         raise RequestError("context: it is empty and there is no begin token; give some context")
 
-    def _prompts(self, prompt: object, input_ids: object) -> tuple[list[list[int]], bool]:
+    def _prompts(self, prompt: object, input_ids: object) -> tuple[Sequence[TokenIds], bool]:
         if (prompt is None) == (input_ids is None):
             given = "neither" if prompt is None else "both"
             raise RequestError(f"prompt and input_ids: got {given}; give exactly one of them")
@@ -132,10 +162,9 @@ class InputReader:
             raise RequestError(
                 f"prompt: got {type(prompt).__name__}; give a string or a list of strings"
             )
-        rows, is_batch = _id_rows(input_ids)
-        return rows, is_batch
+        return id_rows(input_ids)
 
-    def _request(self, ids: list[int], columns: "_Columns", i: int) -> GenerateRequest:
+    def _request(self, ids: TokenIds, columns: "_Columns", i: int) -> GenerateRequest:
         sampling = SamplingParams.parse(columns.sampling_params(i))
         logprob = parse_logprobs(
             return_logprob=columns.flag("return_logprob", i),
@@ -157,7 +186,7 @@ class InputReader:
 
     def request(
         self,
-        ids: Sequence[int],
+        ids: TokenIds,
         sampling: SamplingParams,
         logprob: LogprobSpec,
         *,
@@ -179,7 +208,7 @@ class InputReader:
         seed = sampling.sampling_seed
         return GenerateRequest(
             rid=secrets.token_hex(16) if rid is None else rid,
-            input_ids=np.asarray(ids, np.int32),
+            input_ids=np.array(ids, np.int32),  # never the caller's own array
             sampling=sampling,
             logprob=logprob,
             max_new_tokens=resolve_max_new(sampling, len(ids), self.limits),
@@ -204,32 +233,46 @@ class _Columns:
         return value  # type: ignore[return-value]
 
     def flag(self, name: str, i: int) -> bool:
-        value = self._value(name, i)
+        return _flag(name, self._value(name, i), default=False)
+
+    def switch(self, name: str, *, default: bool = False) -> bool:
+        """An option that goes for the whole call."""
+        return _flag(name, self.options.get(name), default=default)
+
+    def logprob_format(self) -> LogprobFormat:
+        value: object = self.options.get("logprob_format")
         if value is None:
-            return False
-        if not isinstance(value, bool):
-            raise RequestError(f"{name}: got {value!r}, true or false is needed")
-        return value
+            return "lists"
+        for known in _FORMATS:
+            if isinstance(value, str) and value == known:
+                return known
+        raise RequestError(f"logprob_format: got {brief(value)}; choose 'lists' or 'columns'")
 
     def number(self, name: str, i: int) -> int | None:
         value = self._value(name, i)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-            return value
-        raise RequestError(f"{name}: got {value!r}, an integer is needed")
+        if value is None:
+            return None
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            if abs(int(value)) < _MOST:
+                return int(value)
+            raise RequestError(f"{name}: got {brief(value)}, the limit is {_MOST}; change it")
+        raise RequestError(f"{name}: got {brief(value)}, an integer is needed")
 
-    def ids(self, name: str, i: int) -> Sequence[int] | None:
-        value = self.options.get("token_ids_logprob")
+    def ids(self, name: str, i: int) -> TokenIds | None:
+        value: object = self.options.get("token_ids_logprob")
         if isinstance(value, list | tuple) and any(
-            item is None or isinstance(item, list | tuple) for item in value
+            item is None or _is_row(type(item)) for item in value
         ):
-            return self._item(name, value, i)  # type: ignore[return-value]
-        return value  # type: ignore[return-value]
+            value = self._item(name, value, i)
+        if isinstance(value, _HasArray) and not isinstance(value, np.generic):
+            return _array_ids(name, _array(name, value))
+        return value  # type: ignore[return-value]  # parse_logprobs looks at each
 
     def text(self, name: str, i: int) -> str | None:
         value = self._value(name, i)
         if value is None or isinstance(value, str):
             return value
-        raise RequestError(f"{name}: got {value!r}, a string is needed")
+        raise RequestError(f"{name}: got {brief(value)}, a string is needed")
 
     def rid(self, i: int) -> str | None:
         value = self.options.get("rid")
@@ -239,7 +282,7 @@ class _Columns:
             raise RequestError(f"rid: got one for {self._count} prompts; give a list")
         if value is None or (isinstance(value, str) and value):
             return value
-        raise RequestError(f"rid: got {value!r}, a string is needed")
+        raise RequestError(f"rid: got {brief(value)}, a string is needed")
 
     def _value(self, name: str, i: int) -> object:
         value = self.options.get(name)
@@ -253,22 +296,82 @@ class _Columns:
         return values[i]
 
 
-def _id_rows(value: object) -> tuple[list[list[int]], bool]:
-    """One list of ids, or a list of them, as integers."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
+def _flag(name: str, value: object, *, default: bool) -> bool:
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: got {brief(value)}, true or false is needed")
+    return value
+
+
+# -- token ids, in whatever they come --------------------------------------------------------
+
+
+@runtime_checkable
+class _HasArray(Protocol):
+    """Arrays of numpy, and what turns into one without a copy: tensors of PyTorch on the host."""
+
+    def __array__(self) -> npt.NDArray[np.generic]: ...
+
+
+def id_rows(value: object, name: str = "input_ids") -> tuple[Sequence[TokenIds], bool]:
+    """Prompts as ids, and whether they are a batch: one list or array of ids, or several.
+
+    Raises:
+        RequestError: something else, or an item that is no integer.
+    """
+    if isinstance(value, _HasArray):
+        array = _array(name, value)
+        if array.ndim == 2:
+            return [_array_ids(name, row) for row in array], True
+        return [_array_ids(name, array)], False
     if not isinstance(value, list | tuple):
-        raise RequestError(f"input_ids: got {type(value).__name__}; give a list of token ids")
-    nested = [isinstance(item, list | tuple | np.ndarray) for item in value]
-    if value and all(nested):
-        return [_ids(list(row)) for row in value], True
-    return [_ids(list(value))], False
+        raise RequestError(f"{name}: got {type(value).__name__}; give a list of token ids")
+    kinds = set(map(type, value))
+    if kinds and all(map(_is_row, kinds)):
+        return [_row(name, row) for row in value], True
+    return [_list_ids(name, value)], False
 
 
-def _ids(row: list[object]) -> list[int]:
-    ids = []
-    for item in row:
-        if isinstance(item, bool) or not isinstance(item, int | np.integer):
-            raise RequestError(f"input_ids: got {item!r} in the list, integers are needed")
-        ids.append(int(item))
-    return ids
+def _is_row(kind: type) -> bool:
+    """Whether objects of this type hold ids, rather than being one."""
+    return issubclass(kind, list | tuple) or (
+        issubclass(kind, _HasArray) and not issubclass(kind, np.generic)
+    )
+
+
+def _row(name: str, row: object) -> TokenIds:
+    if isinstance(row, _HasArray):
+        return _array_ids(name, _array(name, row))
+    assert isinstance(row, list | tuple)
+    return _list_ids(name, row)
+
+
+def _list_ids(name: str, row: Sequence[object]) -> TokenIds:
+    # The types of all items at once: a prompt may have a hundred thousand.
+    for kind in set(map(type, row)) - {int}:
+        if kind is bool or not issubclass(kind, int | np.integer):
+            wrong = next(item for item in row if type(item) is kind)
+            raise RequestError(f"{name}: got {brief(wrong)} in the list, integers are needed")
+    return row  # type: ignore[return-value]  # all integers
+
+
+def _array(name: str, value: _HasArray) -> npt.NDArray[np.generic]:
+    try:
+        array = value.__array__()
+    except (TypeError, RuntimeError) as error:
+        said = brief(str(error))
+        raise RequestError(f"{name}: got {type(value).__name__}, {said}; give a list") from None
+    if array.ndim not in (1, 2):
+        raise RequestError(f"{name}: got an array of {array.ndim} axes; give one, or two for many")
+    return array
+
+
+def _array_ids(name: str, array: npt.NDArray[np.generic]) -> TokenIds:
+    if array.ndim != 1:
+        raise RequestError(f"{name}: got an array of {array.ndim} axes in the list; give one axis")
+    if array.size and array.dtype.kind not in "iu":
+        raise RequestError(
+            f"{name}: got {brief(array[:1].tolist()[0])} in the list, integers are needed"
+        )
+    return array  # type: ignore[return-value]  # integers of some width; the range is checked next

@@ -43,6 +43,7 @@ class ChatTemplates:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, Template] = {}
         for name, source in sources.items():
@@ -53,6 +54,11 @@ class ChatTemplates:
                     f"chat template {name!r} is not valid jinja2 ({_one_line(error)}); repair "
                     "chat_template.jinja or tokenizer_config.json in the model folder"
                 ) from error
+
+    @property
+    def default_source(self) -> str | None:
+        """Text of the template that plain messages go through; None if there is none."""
+        return self._sources.get("default")
 
     def render(
         self,

@@ -108,6 +108,11 @@ class Tokenizer:
         return self._special.eos_ids
 
     @property
+    def chat_template(self) -> str | None:
+        """Source of the model's chat template; None if it has none."""
+        return self._templates.default_source
+
+    @property
     def num_special_tokens(self) -> int:
         """How many tokens `encode` adds to a text by the tokenizer's template."""
         return self._backend.num_special_tokens_to_add(False)

@@ -18,4 +18,4 @@ SMALL = [
 
 def command(*words: object) -> list[str]:
     """The command line as a list; `seawall` itself need not be installed."""
-    return [sys.executable, "-m", "seawall.cli.main", *(str(word) for word in words)]
+    return [sys.executable, "-m", "seawall", *(str(word) for word in words)]

@@ -52,7 +52,7 @@ class Saboteur:
         return {
             "launch": (self._runner.seats, "load"),
             "forward": (self._runner._model, "forward"),
-            "prompt scores": (self._runner, "_prompt_asks"),
+            "prompt scores": (self._runner.scorer, "score"),
             "draw": (self._runner, "draw"),
             "output scores": (self._runner, "_output_scores"),
         }[place]
@@ -164,17 +164,21 @@ def test_struck_requests_are_failed_ones(
         assert len(sample["output_ids"]) < 5
 
 
-def poison(engine: Engine, token: int) -> None:
-    """Make the embedding of one token NaN; the head is another matrix and stays whole."""
+def poison(engine: Engine, token: int, value: float = torch.nan) -> None:
+    """Spoil the embedding of one token; the head is another matrix and stays whole."""
     model: Any = engine._assembly.runner._model
     embedding, head = model.embedding.weight, model.head.weight
     assert embedding.data_ptr() != head.data_ptr()
     with torch.inference_mode():
-        embedding[token] = torch.nan
+        embedding[token] = value
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_nan_weights_fail_only_those_who_meet_them(tiny: Path, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "value"), [(1, torch.nan), (4, torch.inf), (16, -torch.inf), (16, torch.nan)]
+)
+def test_weights_that_are_not_finite_fail_only_those_who_meet_them(
+    tiny: Path, page_size: int, value: float
+) -> None:
     clean = [p for p in PROBES if 90 not in p.ids]
     with open_engine(tiny, page_size=page_size, max_total_tokens=160) as engine:
         never = {"logit_bias": {"90": -1e9}}
@@ -183,13 +187,13 @@ def test_nan_weights_fail_only_those_who_meet_them(tiny: Path, page_size: int) -
         ]
         right = run(engine, clean)
         assert engine.flush_cache()
-        poison(engine, 90)
+        poison(engine, 90, value)
         hit = [
             Probe(ids=(*prompt(9, 2)[:5], 90, *prompt(4, 9)), params={"max_new_tokens": 4}),
             Probe(ids=(*prompt(30, 7), 90), params={"max_new_tokens": 4}),
             Probe(ids=(90, *prompt(12, 8)), params={"max_new_tokens": 0}, start_len=0),
         ]
-        # Again and again over the same few pages, where the NaN keys and values were left.
+        # Again and again over the same few pages, where the bad keys and values were left.
         for _ in range(4):
             found = run(engine, [hit[0], *clean, hit[1], *clean, hit[2]])
             for at in (0, len(clean) + 1, -1):
@@ -203,6 +207,32 @@ def test_nan_weights_fail_only_those_who_meet_them(tiny: Path, page_size: int) -
         assert_clean(engine)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_head_that_is_not_finite_fails_with_an_error_not_with_numbers(
+    tiny: Path, value: float
+) -> None:
+    """One bad row of the head is in every position's sum: all fail, and the engine lives on."""
+    with open_engine(tiny) as engine:
+        right = run(engine, PROBES)
+        model: Any = engine._assembly.runner._model
+        with torch.inference_mode():
+            row = model.head.weight[50].clone()
+            model.head.weight[50] = value
+        assert engine.flush_cache()
+        for samples, probe in zip(run(engine, PROBES), PROBES, strict=True):
+            for sample in samples:
+                reason = sample["meta_info"]["finish_reason"]
+                assert (reason["type"], reason["status_code"]) == ("abort", 500), probe
+                assert "not finite" in reason["message"]
+        with torch.inference_mode():
+            model.head.weight[50] = row
+        assert engine.flush_cache()
+        for samples, other, probe in zip(run(engine, PROBES), right, PROBES, strict=True):
+            for index, sample in enumerate(samples):
+                assert_same_result(sample, other[index], probe, index)
+        assert_clean(engine)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nobody_waits_for_a_dead_core(
@@ -213,10 +243,10 @@ def test_nobody_waits_for_a_dead_core(
     waiting = threading.Event()
     turn = core.turn
 
-    def dying() -> Any:
+    def dying(before_wait: Callable[[], None]) -> Any:
         if waiting.is_set():
             raise error("the core dies")
-        return turn()
+        return turn(before_wait)
 
     monkeypatch.setattr(core, "turn", dying)
     ended: list[Any] = []

@@ -496,6 +496,8 @@ class TestChat:
         text = demo.apply_chat_template(messages, add_generation_prompt=True)
         assert text == "<|begin_of_text|><|system|>Be kind.<|end|><|user|>Hello<|end|><|assistant|>"
         assert demo.encode(text, add_special_tokens=False)[:2] == [6, 4]
+        assert demo.chat_template is not None
+        assert "<|assistant|>" in demo.chat_template
 
     def test_refusal_of_the_template_is_a_request_error(self, demo: Tokenizer) -> None:
         with pytest.raises(RequestError, match="Unknown role: robot"):
