@@ -3,22 +3,23 @@
 Used when the radix cache is disabled. The samples of one request still share its whole prompt
 pages: their keys carry an `extra_key` that is unique to the group, and what is stored under it
 lives only while it is locked. A key without `extra_key` is never stored and never matched. The tree
-inside does the work; this module owns nothing else.
+inside, of one or two classes of pages, does the work; this module owns nothing else.
 """
 
 import numpy as np
 
 from seawall.cache.node import TreeNode
-from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.pages import PageIds
 from seawall.cache.prefix import CacheStats, InsertResult, Match, PrefixKey
 from seawall.cache.radix import RadixCache
+from seawall.cache.swa import SwaCache
 
 
 class ChunkCache:
     """A PrefixCache that forgets a prefix with its last lock."""
 
-    def __init__(self, ledger: PageLedger, page_size: int) -> None:
-        self._tree = RadixCache(ledger, page_size)
+    def __init__(self, tree: RadixCache | SwaCache) -> None:
+        self._tree = tree
 
     @property
     def num_evictable(self) -> int:
@@ -54,6 +55,10 @@ class ChunkCache:
     def reset(self) -> bool:
         """Free everything unlocked; returns whether the cache is now empty."""
         return self._tree.reset()
+
+    def audit(self) -> PageIds:
+        """Pages that the tree inside has lost since the last audit."""
+        return self._tree.audit()
 
     def stats(self) -> CacheStats:
         """Sizes and totals of the tree inside."""

@@ -30,6 +30,8 @@ from seawall.core.step import F32, I32, I64, Scores
 
 PLAIN_SLOT_BYTES = 12
 EXTRA_ENTRY_BYTES = 1024  # one entry: object, four array headers, its place in the order
+KIND_BYTES = 512  # one question, shared by all entries made for it, besides its ids
+ID_BYTES = 40  # one id of its list: a pointer and an int
 _MAX_ENTRIES = 4
 
 
@@ -45,6 +47,14 @@ class Wanted:
     def of_prompt(cls, spec: LogprobSpec) -> "Wanted":
         """What a request wants of its prompt."""
         return cls(temperature=spec.prompt_temperature, top_k=spec.top_k, token_ids=spec.token_ids)
+
+    def answers(self, asked: "Wanted") -> bool:
+        """Whether scores made for this one have all that `asked` wants."""
+        return (
+            self.temperature == asked.temperature
+            and self.top_k >= asked.top_k
+            and asked.token_ids in ((), self.token_ids)
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -64,13 +74,13 @@ class _Entry:
         self.top_logprobs: F32 = np.empty((page_size, wanted.top_k), np.float32)
         self.given: F32 = np.empty((page_size, len(wanted.token_ids)), np.float32)
 
-    def serves(self, wanted: Wanted) -> bool:
-        """Whether what it holds answers the question."""
-        mine = self.wanted
-        return (
-            mine.temperature == wanted.temperature
-            and mine.top_k >= wanted.top_k
-            and (not wanted.token_ids or mine.token_ids == wanted.token_ids)
+    def scores(self) -> Scores:
+        """All of the page, NaN where there is no record."""
+        return Scores(
+            logprobs=self.logprobs,
+            top_ids=self.top_ids.astype(np.int64),
+            top_logprobs=self.top_logprobs,
+            token_logprobs=self.given,
         )
 
     def write(self, at: int, scores: Scores, part: slice) -> None:
@@ -94,13 +104,16 @@ class CompanionStore:
     """
 
     def __init__(self, num_pages: int, page_size: int, *, extra_bytes: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
+        self._whole_page = slice(0, page_size)
         self._plain_bytes = num_pages * page_size * PLAIN_SLOT_BYTES
         self._extra_cap = extra_bytes
         self._logprobs: F32 = np.full((num_pages, page_size), np.nan, np.float32)
         self._best_ids: I32 = np.full((num_pages, page_size), -1, np.int32)
         self._best_logprobs: F32 = np.empty((num_pages, page_size), np.float32)
         self._extras: OrderedDict[int, list[_Entry]] = OrderedDict()
+        # One object for all entries of a kind, and how many there are: lists of ids can be long.
+        self._kinds: dict[Wanted, tuple[Wanted, int]] = {}
         self._extra_bytes = 0
         self._extra_peak = 0
 
@@ -113,6 +126,11 @@ class CompanionStore:
     def peak_bytes(self) -> int:
         """The most bytes ever held."""
         return self._plain_bytes + self._extra_peak
+
+    def reset(self) -> None:
+        """Forget all extras: the cache is empty."""
+        for page in list(self._extras):
+            self._drop_page(page)
 
     def clear(self, page_ids: PageIds) -> None:
         """Forget all about these pages: they are given out anew."""
@@ -133,9 +151,7 @@ class CompanionStore:
             return
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for entry in list(self._extras.get(source, ())):
-                known = np.flatnonzero(~np.isnan(entry.logprobs))
-                for at in known.tolist():
-                    self._write_extra(target, entry.wanted, at, _one(entry, at), slice(0, 1))
+                self._write_extra(target, entry.wanted, 0, entry.scores(), self._whole_page)
 
     def record(self, page_ids: PageIds, start: int, scores: Scores, wanted: Wanted) -> None:
         """Keep scores of the tokens at positions [start, start + n).
@@ -146,7 +162,7 @@ class CompanionStore:
             scores: of n consecutive tokens, as `wanted` says.
             wanted: what was asked.
         """
-        count = min(len(scores.logprobs), len(page_ids) * self._page_size - start)
+        count = min(len(scores.logprobs), len(page_ids) * self.page_size - start)
         if count <= 0:
             return
         if wanted.temperature == 1.0:
@@ -168,7 +184,7 @@ class CompanionStore:
         for page, at, part in self._parts(page_ids, start, end):
             lacks = np.ones(part.stop - part.start, np.bool_)
             for entry in self._extras.get(page, ()):
-                if entry.serves(wanted):
+                if entry.wanted.answers(wanted):
                     lacks &= np.isnan(entry.logprobs[at : at + len(lacks)])
             if lacks.any():
                 return start + int(part.start + lacks.argmax())
@@ -191,7 +207,7 @@ class CompanionStore:
             for page, at, part in self._parts(page_ids, start, end):
                 self._extras.move_to_end(page)
                 for entry in self._extras[page]:
-                    if not entry.serves(wanted):
+                    if not entry.wanted.answers(wanted):
                         continue
                     here = entry.logprobs[at : at + part.stop - part.start]
                     take = np.flatnonzero(np.isnan(logprobs[part]) & ~np.isnan(here))
@@ -219,15 +235,15 @@ class CompanionStore:
     def _slots(self, page_ids: PageIds, start: int, count: int) -> npt.NDArray[np.int64]:
         """Index of each position in the flat arrays."""
         positions = np.arange(start, start + count)
-        pages = page_ids[positions // self._page_size].astype(np.int64)
-        return pages * self._page_size + positions % self._page_size
+        pages = page_ids[positions // self.page_size].astype(np.int64)
+        return pages * self.page_size + positions % self.page_size
 
     def _parts(self, page_ids: PageIds, start: int, end: int) -> Iterator[tuple[int, int, slice]]:
         """Positions page by page: its id, where in it they begin, and their place in the range."""
         position = start
         while position < end:
-            page, at = divmod(position, self._page_size)
-            stop = min(position + self._page_size - at, end)
+            page, at = divmod(position, self.page_size)
+            stop = min(position + self.page_size - at, end)
             yield int(page_ids[page]), at, slice(position - start, stop - start)
             position = stop
 
@@ -235,33 +251,41 @@ class CompanionStore:
         entries = self._extras.get(page, [])
         entry = next((e for e in entries if e.wanted == wanted), None)
         if entry is None:
-            size = self._entry_bytes(wanted)
-            if size > self._extra_cap:
+            entry = self._new_entry(page, wanted)
+            if entry is None:
                 return
-            if len(entries) == _MAX_ENTRIES:
-                self._extra_bytes -= self._entry_bytes(entries.pop(0).wanted)
-            while self._extra_bytes + size > self._extra_cap:
-                self._drop_page(next(iter(self._extras)))
-            entry = _Entry(wanted, self._page_size)
-            self._extras.setdefault(page, []).append(entry)
-            self._extra_bytes += size
-            self._extra_peak = max(self._extra_peak, self._extra_bytes)
         entry.write(at, scores, part)
         self._extras.move_to_end(page)
 
+    def _new_entry(self, page: int, wanted: Wanted) -> _Entry | None:
+        """Room for one more; None if the cap can't hold it."""
+        entries = self._extras.get(page, [])
+        if len(entries) == _MAX_ENTRIES:
+            self._release(entries.pop(0).wanted)
+        while self._extra_bytes + self._cost(wanted) > self._extra_cap:
+            if not self._extras:
+                return None
+            self._drop_page(next(iter(self._extras)))
+        kind, count = self._kinds.get(wanted, (wanted, 0))
+        self._extra_bytes += self._cost(wanted)
+        self._kinds[kind] = (kind, count + 1)
+        self._extra_peak = max(self._extra_peak, self._extra_bytes)
+        entry = _Entry(kind, self.page_size)
+        self._extras.setdefault(page, []).append(entry)
+        return entry
+
     def _drop_page(self, page: int) -> None:
         for entry in self._extras.pop(page, ()):
-            self._extra_bytes -= self._entry_bytes(entry.wanted)
+            self._release(entry.wanted)
 
-    def _entry_bytes(self, wanted: Wanted) -> int:
+    def _release(self, wanted: Wanted) -> None:
+        kind, count = self._kinds.pop(wanted)
+        if count > 1:
+            self._kinds[kind] = (kind, count - 1)
+        self._extra_bytes -= self._cost(wanted)
+
+    def _cost(self, wanted: Wanted) -> int:
+        """Bytes that one more entry of this kind takes, or the last one gives back."""
         a_slot = 4 + 8 * wanted.top_k + 4 * len(wanted.token_ids)
-        return EXTRA_ENTRY_BYTES + self._page_size * a_slot
-
-
-def _one(entry: _Entry, at: int) -> Scores:
-    return Scores(
-        logprobs=entry.logprobs[at : at + 1],
-        top_ids=entry.top_ids[at : at + 1].astype(np.int64),
-        top_logprobs=entry.top_logprobs[at : at + 1],
-        token_logprobs=entry.given[at : at + 1],
-    )
+        first = 0 if wanted in self._kinds else KIND_BYTES + ID_BYTES * len(wanted.token_ids)
+        return EXTRA_ENTRY_BYTES + self.page_size * a_slot + first

@@ -10,8 +10,13 @@ of leases; the runner sees page ids as data. Half-open intervals, in pages of th
 Pages that a commit or a release gives up may still be read or written by a step that was launched
 before; whoever gets them next uses them in a step launched later, and steps run in order.
 
-A second class of pages (sliding windows) will stand beside `_pages` as an array of its own with its
-own ledger; the intervals above then hold for each class.
+Models with sliding windows have a second class of pages (cache/windows.py): a window page hangs on
+each full page that is still in the window.
+
+    [0, window_from)         no window pages, or none that this request reads any more
+    [window_from, num_pages) a window page each; those before num_shared are the cache's and locked
+
+Window pages go back as the window moves (`slide`); as above, a step in flight may still read them.
 """
 
 import numpy as np
@@ -19,8 +24,9 @@ import numpy.typing as npt
 
 from seawall.cache.companions import CompanionStore
 from seawall.cache.node import TreeNode
-from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.pages import SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
 from seawall.cache.prefix import PrefixCache, PrefixKey
+from seawall.cache.windows import NoWindows, Windows
 from seawall.core.errors import PageError
 
 _SPARE_ENTRIES = 16
@@ -29,16 +35,19 @@ _SPARE_ENTRIES = 16
 class PrefixHold:
     """A lock on a prefix that outlives the lease it came from (prompts shared by n samples)."""
 
-    def __init__(self, cache: PrefixCache, node: TreeNode) -> None:
-        self._cache = cache
+    def __init__(self, book: "LeaseBook", node: TreeNode, in_window: PageIds) -> None:
+        self._book = book
         self._node: TreeNode | None = node
-        cache.lock(node)
+        self._in_window = in_window
+        book.cache.lock(node)
+        book.windows.lock(in_window)
 
     def release(self) -> None:
         """Let go; a second time is an error."""
         if self._node is None:
             raise PageError("this hold on a prefix was released before; release it once")
-        self._cache.unlock(self._node)
+        self._book.windows.unlock(self._in_window)
+        self._book.cache.unlock(self._node)
         self._node = None
 
 
@@ -50,6 +59,7 @@ class Lease:
         num_cached_tokens: positions whose KV was found in the cache when the lease was opened.
         num_pages: pages held, shared and own.
         num_shared: how many of them, from the front, are the cache's.
+        window_from: pages in front of this one have no window pages for this request.
     """
 
     def __init__(self, book: "LeaseBook", rid: str, key: PrefixKey) -> None:
@@ -59,7 +69,10 @@ class Lease:
         self.num_cached_tokens = match.num_tokens
         self.num_pages = len(match.page_ids)
         self.num_shared = len(match.page_ids)
+        self.window_from = book.windows.run_start(match.page_ids)
         self.owner = book.ledger.new_owner(rid)
+        book.windows.open(self.owner, rid)
+        book.windows.lock(match.page_ids[self.window_from :])
         self._book = book
         self._extra_key = key.extra_key
         self._node: TreeNode | None = match.node
@@ -88,6 +101,23 @@ class Lease:
         """Positions before this one are the cache's and must not be written."""
         return self.num_shared * self._book.page_size
 
+    @property
+    def num_own_windows(self) -> int:
+        """Window pages that only this request uses; meaningless for a model without windows."""
+        return self.num_pages - max(self.window_from, self.num_shared)
+
+    @property
+    def num_returning_windows(self) -> int:
+        """Window pages that come back as this request's window moves: nobody else has them."""
+        if not self._book.has_windows:
+            return 0
+        shared = self._pages[self.window_from : self.num_shared]
+        return self.num_own_windows + self._book.windows.num_sole(shared)
+
+    def reads_from(self, position: int) -> bool:
+        """Whether all window pages are here that a query at `position`, or a later one, reads."""
+        return self.window_from <= self._book.windows.first_read(position)
+
     def reserve(self, num_tokens: int) -> bool:
         """Make sure that positions [0, num_tokens) have pages, evicting if free ones run short.
 
@@ -100,19 +130,15 @@ class Lease:
         need = -(-num_tokens // book.page_size) - self.num_pages
         if need <= 0:
             return True
-        short = need - book.ledger.num_free
-        if short > 0:
-            if short > book.cache.num_evictable:
-                return False
-            book.cache.evict(short)
-            if need > book.ledger.num_free:
-                return False  # pages that were to come free are in quarantine
+        if not book.make_room(need):
+            return False
         end = self.num_pages + need
         if end > len(self._pages):
             grown: PageIds = np.empty(2 * end, np.int32)
             grown[: self.num_pages] = self._pages[: self.num_pages]
             self._pages = grown
         fresh = book.ledger.alloc(need, self.owner)
+        book.windows.attach(fresh, self.owner)
         book.companions.clear(fresh)
         self._pages[self.num_pages : end] = fresh
         self.num_pages = end
@@ -163,12 +189,41 @@ class Lease:
         if not len(dropped):
             return 0
         self.num_pages = keep
-        self._book.ledger.free(dropped, self.owner)
+        self.window_from = min(self.window_from, keep)
+        self._free(dropped)
         return len(dropped)
+
+    def slide(self, position: int) -> None:
+        """Give back the window pages that queries from `position` on do not read.
+
+        The cache's are unlocked, and may serve others until they are evicted.
+        """
+        self._require_open("slide")
+        start, end = self.window_from, min(self._book.windows.first_kept(position), self.num_pages)
+        if end <= start:
+            return
+        self.window_from = end
+        shared = min(end, self.num_shared)
+        self._book.windows.unlock(self._pages[start:shared])
+        self._book.windows.detach(self._pages[max(start, self.num_shared) : end], self.owner)
 
     def hold(self) -> PrefixHold:
         """Lock the prefix shared so far, for as long as the hold lives."""
-        return PrefixHold(self._book.cache, self._require_open("hold"))
+        node = self._require_open("hold")
+        return PrefixHold(self._book, node, self._pages[self.window_from : self.num_shared].copy())
+
+    def gain(self) -> int:
+        """Full pages that the others could have if this lease ended.
+
+        Its own, and cached ones that nobody else has locked: as many would have to be computed
+        again if they were evicted meanwhile.
+        """
+        num_pages, node = self.num_own, self._require_open("gain")
+        while node.parent is not None:
+            if node.num_locks == 1:
+                num_pages += len(node.page_ids)
+            node = node.parent
+        return num_pages
 
     def release(
         self, tokens: npt.NDArray[np.int32], num_valid: int, *, insert: bool, priority: int = 0
@@ -185,11 +240,14 @@ class Lease:
         if insert:
             self.commit(tokens, num_valid, priority=priority)
             node = self._require_open("release")
+        book = self._book
         self.truncate(0)
         self._node = None
-        self._book.cache.unlock(node)
-        self._book.ledger.drop_owner(self.owner)
-        self._book.forget(self)
+        book.windows.unlock(self._pages[self.window_from : self.num_shared])
+        book.cache.unlock(node)
+        book.windows.close(self.owner)
+        book.ledger.drop_owner(self.owner)
+        book.forget(self)
 
     def _adopt(self, node: TreeNode, page_ids: PageIds, num_existing: int) -> range:
         """Take over the cache's pages [0, len(page_ids)) and move the lock to their node."""
@@ -206,9 +264,14 @@ class Lease:
         self._node = node
         # First the new lock: an unlocked prefix may be gone at once.
         self._book.cache.lock(node)
+        self._book.windows.lock(page_ids[max(first, self.window_from) :])
         self._book.cache.unlock(old)
-        self._book.ledger.free(copies, self.owner)
+        self._free(copies)
         return changed
+
+    def _free(self, page_ids: PageIds) -> None:
+        self._book.windows.detach(page_ids, self.owner)
+        self._book.ledger.free(page_ids, self.owner)
 
     def _require_open(self, operation: str) -> TreeNode:
         if self._node is None:
@@ -225,17 +288,38 @@ class LeaseBook:
         cache: PrefixCache,
         page_size: int,
         companions: CompanionStore | None = None,
+        windows: Windows | None = None,
     ) -> None:
         self.ledger = ledger
         self.cache = cache
         self.page_size = page_size
         self.companions = companions or CompanionStore(ledger.num_pages, page_size, extra_bytes=0)
+        self.windows: Windows = windows or NoWindows()
         self._open: dict[int, Lease] = {}
 
     @property
     def available_pages(self) -> int:
         """Pages that `reserve` could get now, free or by eviction; O(1)."""
         return self.ledger.num_free + self.cache.num_evictable
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether there is a second class of pages."""
+        return self.windows.most_held > 0
+
+    @property
+    def available_windows(self) -> int:
+        """Window pages that `reserve` could get now; O(1)."""
+        return self.windows.num_free + self.windows.num_evictable
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The most recent misuse of pages of either class that service survived."""
+        return (*self.ledger.violations, *self.windows.violations)
+
+    def window_counts(self) -> PageCounts | None:
+        """Window pages by kind of owner; None for a model without windows."""
+        return self.windows.counts()
 
     @property
     def num_open(self) -> int:
@@ -269,10 +353,80 @@ class LeaseBook:
         """Called by a lease that ends."""
         del self._open[lease.owner]
 
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until so many pages of each class are free.
+
+        Returns:
+            False if not even that would give enough; then nothing was evicted, unless pages that
+            were to come free turned out to be in quarantine.
+        """
+        short = num_pages - self.ledger.num_free
+        if short <= 0 and num_pages <= self.windows.num_free:
+            return True
+        if short > self.cache.num_evictable or num_pages > self.available_windows:
+            return False
+        if short > 0:
+            self.cache.evict(short)
+        if num_pages > self.windows.num_free:
+            self.windows.evict(num_pages - self.windows.num_free)
+        return num_pages <= min(self.ledger.num_free, self.windows.num_free)
+
+    def pages_of(self, rid: str) -> dict[str, list[int]]:
+        """Pages of one request by id, in position order: "shared" and its "own"; else empty."""
+        return next((_listed(lease) for lease in self._open.values() if lease.rid == rid), {})
+
+    def all_pages(self) -> dict[str, dict[str, list[int]]]:
+        """The same for every open lease, by the request's name; for reports."""
+        return {lease.rid: _listed(lease) for lease in self._open.values()}
+
+    def audit(self) -> list[str]:
+        """Compare each holder's own count with the ledger's; cheap enough for every step.
+
+        What disagrees is settled page by page, recorded with its owner's name and contained; in
+        debug mode it raises.
+
+        Returns:
+            Names of the requests that read or write pages which are not theirs any more: their
+            results can't be trusted, nor what they have left in the cache. Usually none.
+        """
+        held = self.ledger.held
+        wrong = [
+            lease
+            for owner, lease in self._open.items()
+            if held[owner & SLOT_MASK] != lease.num_pages - lease.num_shared
+        ]
+        lost = [self.ledger.reconcile(x.owner, x.page_ids[x.num_shared :]) for x in wrong]
+        lost.append(self.cache.audit())
+        if len(lost[-1]):
+            self.cache.evict(self.cache.num_evictable)  # no new reader for what may be wrong
+        lost += self._audit_windows()
+        pages = np.concatenate(lost)
+        if not len(pages):
+            return []
+        leases = self._open.values()
+        return [lease.rid for lease in leases if bool(np.isin(lease.page_ids, pages).any())]
+
     def check(self) -> bool:
-        """Compare leases, cache and ledger page by page count; see PageLedger.check."""
+        """Compare leases, cache, window pages and ledger, all of them; see PageLedger.check."""
         stats = self.cache.stats()
-        return self.ledger.check(
+        agrees = self.ledger.check(
             {lease.owner: lease.num_own for lease in self._open.values()},
             num_cached=stats.evictable_pages + stats.protected_pages,
         )
+        return self.windows.check(self.ledger) and agrees
+
+    def _audit_windows(self) -> list[PageIds]:
+        """Full pages whose window pages leases have lost."""
+        windows = self.windows
+        if not self.has_windows:
+            return []
+        return [
+            windows.audit(owner, lease.page_ids[max(lease.window_from, lease.num_shared) :])
+            for owner, lease in self._open.items()
+            if windows.num_held(owner) != lease.num_own_windows
+        ]
+
+
+def _listed(lease: Lease) -> dict[str, list[int]]:
+    pages = lease.page_ids.tolist()
+    return {"shared": pages[: lease.num_shared], "own": pages[lease.num_shared :]}

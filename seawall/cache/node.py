@@ -20,20 +20,20 @@ class TreeNode:
         parent: None for the root and for a node that has left the tree.
         num_locks: locks on this node and on all below it; hence never more than the parent's.
         last_used: logical time of the last lookup that passed.
-        priority: among unlocked leaves the lowest goes first, then the least recently used.
+        num_hits: lookups that passed.
+        priority: the highest that it was stored with.
         serial: unique; breaks ties.
-        queued: whether the eviction queue has an entry for this node.
     """
 
     __slots__ = (
         "children",
         "edge",
         "last_used",
+        "num_hits",
         "num_locks",
         "page_ids",
         "parent",
         "priority",
-        "queued",
         "serial",
         "tokens",
     )
@@ -55,8 +55,8 @@ class TreeNode:
         self.children: dict[bytes, TreeNode] = {}
         self.num_locks = 0
         self.last_used = 0
+        self.num_hits = 0
         self.priority = 0
-        self.queued = False
 
     def spells(self, tokens: npt.NDArray[np.int32]) -> bool:
         """Whether the path from the root to the end of this node is exactly these tokens."""
@@ -87,6 +87,7 @@ class TreeNode:
         )
         upper.num_locks = self.num_locks
         upper.last_used = self.last_used
+        upper.num_hits = self.num_hits
         upper.priority = self.priority
         self.tokens = self.tokens[cut:].copy()
         self.page_ids = self.page_ids[num_pages:].copy()

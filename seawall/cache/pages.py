@@ -7,17 +7,20 @@ free list; it knows nothing of tokens, prefixes or tensors. Written by leases an
     free[0, num_free)      stack of free page ids; the top is handed out first
     held[slot]             pages that the owner in this slot has; sums exactly to num_pages
 
-Misuse is found at the call that commits it. In debug mode it raises and changes nothing. Else it is
-recorded, whoever rightfully owns a page keeps it, a page that two parties may now believe to be
-theirs goes to quarantine and is never handed out again, and service goes on.
+Misuse is found at the call that commits it, or, where somebody's own list of pages went wrong, by
+the audit after each step. In debug mode it raises and changes nothing. Else it is recorded and
+logged with the names of both sides, whoever rightfully owns a page keeps it, a page that two
+parties may now believe to be theirs goes to quarantine and is never handed out again, and service
+goes on.
 
 Cost: O(1) a page for every operation. The free list is put back in ascending order once for every
 num_pages pages that were freed, which is O(1) a page as well, so that after churn a request still
 tends to get runs of consecutive pages.
 """
 
+import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from seawall.core.errors import PageError
+
+logger = logging.getLogger("seawall.cache")
 
 PageIds = npt.NDArray[np.int32]
 ViolationKind = Literal[
@@ -34,6 +39,8 @@ ViolationKind = Literal[
     "foreign",
     "duplicate",
     "leaked",
+    "lost",
+    "stale",
     "unknown",
     "sum",
 ]
@@ -45,8 +52,9 @@ FREE = 0
 QUARANTINE = 1
 
 _SLOT_BITS = 24
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
+SLOT_MASK = (1 << _SLOT_BITS) - 1  # of a handle: where its owner's count is in `held`
 _MAX_VIOLATIONS = 256
+_LOG_EVERY = 1000  # of the violations that come after those that are kept
 _HISTORY = 8
 
 
@@ -63,13 +71,38 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One misuse that service survived. `page` is None when no single page is concerned."""
+    """One misuse that service survived. `page` is None when no single page is concerned.
+
+    Attributes:
+        caller: name of whoever made the call, or whose list of pages is wrong.
+        owner: name of the page's owner in the ledger; without a page, what is wrong in words.
+    """
 
     kind: ViolationKind
     operation: str
     page: int | None
     caller: str
     owner: str
+
+    def __str__(self) -> str:
+        """One line, as logs and reports show it."""
+        if self.page is None:
+            return f"{self.operation} by {self.caller!r}: {self.kind}: {self.owner}"
+        said = _SAID.get(self.kind, self.kind)
+        return (
+            f"{self.operation} by {self.caller!r}: page {self.page} is {said}; "
+            f"its owner is {self.owner!r}"
+        )
+
+
+_SAID: dict[ViolationKind, str] = {
+    "already_free": "already_free (freed twice, or used after it was freed)",
+    "duplicate": "named twice in one call",
+    "leaked": "still held",
+    "lost": "believed to be its own, but is not",
+    "out_of_range": "out of range",
+    "stale": "still mapped to a window page",
+}
 
 
 class PageLedger:
@@ -100,6 +133,11 @@ class PageLedger:
         """The most recent violations, oldest first; `num_violations` counts them all."""
         return tuple(self._violations)
 
+    @property
+    def held(self) -> Sequence[int]:
+        """Pages of each owner, by `handle & SLOT_MASK`; to be read only."""
+        return self._owners.held
+
     def new_owner(self, label: str, *, cached: bool = False) -> int:
         """Register an owner and return its handle.
 
@@ -112,13 +150,13 @@ class PageLedger:
     def drop_owner(self, owner: int) -> None:
         """Forget an owner that has no pages left."""
         if owner in (FREE, QUARANTINE) or not self._owners.is_live(owner):
-            self._violate("unknown", "drop_owner", None, self._owners.label(owner), "nobody")
+            self.report("unknown", "drop_owner", None, self._owners.label(owner), "nobody")
             return
-        if self._owners.held[owner & _SLOT_MASK]:
+        if self._owners.held[owner & SLOT_MASK]:
             label = self._owners.label(owner)
             leaked = self.pages_of(owner)
             for page in leaked.tolist():
-                self._violate("leaked", "drop_owner", page, label, label)
+                self.report("leaked", "drop_owner", page, label, label)
             self._give("leak", leaked, owner, QUARANTINE)
         self._owners.remove(owner)
 
@@ -191,8 +229,37 @@ class PageLedger:
         """
         problem = self._disagreement(holdings or {}, num_cached)
         if problem is not None:
-            self._violate("sum", "check", None, "ledger", problem)
+            self.report("sum", "check", None, "ledger", problem)
         return problem is None
+
+    def reconcile(self, owner: int, page_ids: PageIds) -> PageIds:
+        """Settle a disagreement between an owner's own list of pages and the table; O(num_pages).
+
+        What it has but does not list is leaked, what it lists but does not have is lost. Leaked
+        pages go to quarantine, and so do lost ones that nobody has: somebody may still use them.
+
+        Returns:
+            The lost pages. In debug mode the first disagreement raises instead.
+        """
+        listed = np.zeros(self.num_pages, np.bool_)
+        listed[page_ids] = True
+        has = self._owner == owner
+        label = self._owners.label(owner)
+        leaked = np.flatnonzero(has & ~listed).astype(np.int32)
+        lost = np.flatnonzero(listed & ~has).astype(np.int32)
+        for page in leaked.tolist():
+            self.report("leaked", "audit", page, label, label)
+        for page in lost.tolist():
+            self.report("lost", "audit", page, label, self.owner_of(page))
+        self._give("quarantine", leaked, owner, QUARANTINE)
+        self._give("quarantine", lost[self._owner[lost] == FREE], FREE, QUARANTINE)
+        self._order_free()
+        return lost
+
+    def quarantine(self, page_ids: PageIds, owner: int) -> None:
+        """Withhold pages of an owner for good; the caller reports why."""
+        self._require_live("quarantine", owner)
+        self._give("quarantine", page_ids[self._owner[page_ids] == owner], owner, QUARANTINE)
 
     def pages_of(self, owner: int) -> PageIds:
         """All pages of an owner, ascending; O(num_pages), for reports and tests."""
@@ -204,12 +271,21 @@ class PageLedger:
             raise PageError(f"page {page_id} is outside [0, {self.num_pages})")
         return self._owners.label(int(self._owner[page_id]))
 
+    def owners_of(self, page_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """Handle of the owner of each page."""
+        owners: npt.NDArray[np.int64] = self._owner[page_ids]
+        return owners
+
+    def label_of(self, owner: int) -> str:
+        """Name of an owner."""
+        return self._owners.label(owner)
+
     def _give(self, operation: str, page_ids: PageIds, from_owner: int, to_owner: int) -> None:
         if not len(page_ids):
             return
         self._owner[page_ids] = to_owner
-        self._owners.held[from_owner & _SLOT_MASK] -= len(page_ids)
-        self._owners.held[to_owner & _SLOT_MASK] += len(page_ids)
+        self._owners.held[from_owner & SLOT_MASK] -= len(page_ids)
+        self._owners.held[to_owner & SLOT_MASK] += len(page_ids)
         if self.debug:
             self._clock += 1
             names = f"{self._owners.label(from_owner)} -> {self._owners.label(to_owner)}"
@@ -256,7 +332,7 @@ class PageLedger:
             if kind is None:
                 continue
             holder = self.owner_of(page) if kind != "out_of_range" else "nobody"
-            self._violate(kind, operation, page, caller, holder)
+            self.report(kind, operation, page, caller, holder)
             convicted.add(page)
             if kind == "already_free":
                 # Somebody still uses it: it must not be handed out.
@@ -279,33 +355,33 @@ class PageLedger:
             return "foreign"
         return "duplicate" if times > 1 else None
 
-    def _violate(
+    def report(
         self, kind: ViolationKind, operation: str, page: int | None, caller: str, owner: str
     ) -> None:
-        if self.debug:
-            raise PageError(self._explain(kind, operation, page, caller, owner))
-        self.num_violations += 1
-        self._violations.append(
-            Violation(kind=kind, operation=operation, page=page, caller=caller, owner=owner)
-        )
+        """Raise in debug mode, with the page's history; else record and log.
 
-    def _explain(
-        self, kind: ViolationKind, operation: str, page: int | None, caller: str, owner: str
-    ) -> str:
+        Raises:
+            PageError: in debug mode.
+        """
+        violation = Violation(kind=kind, operation=operation, page=page, caller=caller, owner=owner)
+        if self.debug:
+            raise PageError(f"{violation}{self._past(page)}")
+        self.num_violations += 1
+        self._violations.append(violation)
+        # A fault that repeats must not fill the disk.
+        if self.num_violations <= _MAX_VIOLATIONS or self.num_violations % _LOG_EVERY == 0:
+            logger.error("page accounting, violation %d: %s", self.num_violations, violation)
+
+    def _past(self, page: int | None) -> str:
         if page is None:
-            return f"{operation} by {caller!r}: {kind}: {owner}"
-        if kind == "out_of_range":
-            return f"{operation} by {caller!r}: page {page} is outside [0, {self.num_pages})"
-        history = "; ".join(self._history.get(page, ())) or "never handed out"
-        said = {"duplicate": "named twice in one call", "leaked": "still held"}.get(kind, kind)
-        return (
-            f"{operation} by {caller!r}: page {page} is {said}; its owner is {owner!r}; "
-            f"history: {history}"
-        )
+            return ""
+        if not 0 <= page < self.num_pages:
+            return f"; pages are [0, {self.num_pages})"
+        return f"; history: {'; '.join(self._history.get(page, ())) or 'never handed out'}"
 
     def _disagreement(self, holdings: Mapping[int, int], num_cached: int | None) -> str | None:
         owners, counts = self._owners, self.counts()
-        actual = np.bincount(self._owner & _SLOT_MASK, minlength=len(owners.held))
+        actual = np.bincount(self._owner & SLOT_MASK, minlength=len(owners.held))
         for slot in np.flatnonzero(actual != np.array(owners.held)).tolist():
             return f"{owners.labels[slot]!r} counts {owners.held[slot]} pages, has {actual[slot]}"
         if not bool(owners.are_live(self._owner).all()):
@@ -316,7 +392,7 @@ class PageLedger:
         if sum(owners.held) != self.num_pages or counts.in_use < 0:
             return f"{counts} does not add up"
         for owner, claimed in holdings.items():
-            held = owners.held[owner & _SLOT_MASK] if owners.is_live(owner) else 0
+            held = owners.held[owner & SLOT_MASK] if owners.is_live(owner) else 0
             if held != claimed:
                 return f"{owners.label(owner)!r} claims {claimed} pages, has {held}"
         if num_cached is not None and num_cached != counts.cached:
@@ -341,7 +417,7 @@ class _Owners:
             self.labels[slot] = label
         else:
             slot = len(self.labels)
-            assert slot <= _SLOT_MASK, slot
+            assert slot <= SLOT_MASK, slot
             self._handles.append(slot)
             self.labels.append(label)
             self.held.append(0)
@@ -350,7 +426,7 @@ class _Owners:
         return self._handles[slot]
 
     def remove(self, owner: int) -> None:
-        slot = owner & _SLOT_MASK
+        slot = owner & SLOT_MASK
         # The dropped handle must not pass for live until the slot is used again.
         self._handles[slot] += 1 << _SLOT_BITS
         self.labels[slot] = "nobody"
@@ -358,12 +434,12 @@ class _Owners:
         self._unused.append(slot)
 
     def is_live(self, owner: int) -> bool:
-        slot = owner & _SLOT_MASK
+        slot = owner & SLOT_MASK
         return owner >= 0 and slot < len(self._handles) and self._handles[slot] == owner
 
     def are_live(self, owners: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        live: npt.NDArray[np.bool_] = np.array(self._handles)[owners & _SLOT_MASK] == owners
+        live: npt.NDArray[np.bool_] = np.array(self._handles)[owners & SLOT_MASK] == owners
         return live
 
     def label(self, owner: int) -> str:
-        return self.labels[owner & _SLOT_MASK] if self.is_live(owner) else f"dropped owner {owner}"
+        return self.labels[owner & SLOT_MASK] if self.is_live(owner) else f"dropped owner {owner}"

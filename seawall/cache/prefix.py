@@ -101,10 +101,13 @@ class PrefixCache(Protocol):
         """Store the whole pages of a key; those not yet stored pass from `owner` to the cache."""
 
     def evict(self, num_pages: int) -> int:
-        """Free at least that many unlocked pages, or all there are; returns how many."""
+        """Free at least that many unlocked pages, or all; returns how many left the cache."""
 
     def reset(self) -> bool:
         """Free everything unlocked; returns whether the cache is now empty."""
+
+    def audit(self) -> PageIds:
+        """Pages that the cache has lost to a fault since the last audit; O(1) if there is none."""
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""

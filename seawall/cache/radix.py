@@ -7,23 +7,22 @@ ledger. It knows nothing of requests. Written by leases only.
 
     evictable   pages of nodes without locks. A lock counts on every node up to the root, so below
                 an unlocked node nothing is locked and all of them can be evicted, leaves first.
-    queue       a heap with at most one entry a node, keyed by the (priority, last_used) that the
-                node had when it was queued. Both only grow, so an entry is never late: one that is
-                out of date is put back with today's key, one that is no unlocked leaf is dropped
-                and comes back when it is one again.
+    queue       unlocked leaves in the order in which they are evicted (cache/eviction.py). An
+                entry that is no unlocked leaf any more is dropped when it is met, and comes back
+                when it is one again.
 
 Cost: a lookup takes one dictionary probe a node and one vectorised comparison of the tokens it
 passes; a lock takes its depth; an eviction O(log nodes) a leaf. Time is a counter of calls.
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from seawall.cache.eviction import EvictionOrder, EvictionQueue, least_recently_used
 from seawall.cache.node import TreeNode
-from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.pages import SLOT_MASK, PageIds, PageLedger
 from seawall.cache.prefix import CacheStats, InsertResult, Match, PrefixKey, common_length
 from seawall.core.errors import PageError
 
@@ -45,7 +44,9 @@ class _Totals:
 class RadixCache:
     """A PrefixCache that keeps what it is given until the pages are needed."""
 
-    def __init__(self, ledger: PageLedger, page_size: int) -> None:
+    def __init__(
+        self, ledger: PageLedger, page_size: int, order: EvictionOrder = least_recently_used
+    ) -> None:
         assert page_size > 0, page_size
         self.root = TreeNode(tokens=_NO_PAGES, page_ids=_NO_PAGES, edge=b"", parent=None, serial=0)
         self.num_evictable = 0
@@ -53,8 +54,9 @@ class RadixCache:
         self._num_nodes = 0
         self._ledger = ledger
         self._page_size = page_size
-        self._owner = ledger.new_owner("tree", cached=True)
-        self._queue: list[tuple[int, int, int, TreeNode]] = []
+        self.owner = ledger.new_owner("tree", cached=True)
+        self._queue = EvictionQueue(order)
+        self._num_lost = 0  # pages of its nodes that an accounting fault took from it
         self._clock = 0
         self._serial = 0
         self._totals = _Totals()
@@ -112,7 +114,7 @@ class RadixCache:
         node, found = self._walk(key, num_pages, priority)
         num_existing = sum(map(len, found))
         fresh = page_ids[num_existing:num_pages]
-        num_moved = self._ledger.transfer(fresh, owner, self._owner) if len(fresh) else 0
+        num_moved = self._ledger.transfer(fresh, owner, self.owner) if len(fresh) else 0
         if num_moved:
             node = self._attach(node, key, num_existing, fresh[:num_moved].copy(), priority)
             found.append(node.page_ids)
@@ -120,12 +122,19 @@ class RadixCache:
         return InsertResult(node=node, page_ids=held, num_existing=num_existing)
 
     def evict(self, num_pages: int) -> int:
-        """Free at least that many unlocked pages, or all there are; returns how many.
+        """Free at least that many unlocked pages, or all there are; returns how many left the tree.
 
         Of a leaf that has more than is needed only the tail goes, but at least one part in
         _TRIM_PARTS, so that taking page after page from a long leaf copies O(1) pages for each.
         """
-        evicted: list[PageIds] = []
+        return sum(len(node.page_ids) for node in self.remove_leaves(num_pages))
+
+    def remove_leaves(self, num_pages: int) -> list[TreeNode]:
+        """Evict as `evict` does and return the nodes that have left the tree.
+
+        Their pages are free already; the nodes still tell which pages those were.
+        """
+        removed: list[TreeNode] = []
         num_evicted = 0
         while num_evicted < num_pages:
             leaf = self._next_leaf()
@@ -136,17 +145,32 @@ class RadixCache:
             if keep > 0:
                 self._split(leaf, keep)
             self._remove(leaf)
-            evicted.append(leaf.page_ids)
+            removed.append(leaf)
             num_evicted += len(leaf.page_ids)
-        if not evicted:
-            return 0
-        self._totals.evicted_pages += num_evicted
-        return self._ledger.free(np.concatenate(evicted), self._owner)
+        if removed:
+            self._totals.evicted_pages += num_evicted
+            pages = np.concatenate([leaf.page_ids for leaf in removed])
+            self._num_lost -= len(pages) - self._ledger.free(pages, self.owner)
+        return removed
 
     def reset(self) -> bool:
         """Free everything unlocked; returns whether the tree is now empty."""
         self.evict(self.num_evictable)
         return self._num_nodes == 0
+
+    def audit(self) -> PageIds:
+        """Compare the tree's own sum with the ledger; O(1) as long as they agree.
+
+        Returns:
+            Pages that the tree has lost since the last audit; usually none.
+        """
+        believed = self.num_evictable + self.num_protected
+        if self._ledger.held[self.owner & SLOT_MASK] == believed - self._num_lost:
+            return _NO_PAGES
+        pages = [node.page_ids for node in self.nodes()]
+        lost = self._ledger.reconcile(self.owner, np.concatenate([_NO_PAGES, *pages]))
+        self._num_lost = len(lost)
+        return lost
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""
@@ -186,7 +210,9 @@ class RadixCache:
             if same < len(child.page_ids):
                 child = self._split(child, same)
             child.last_used = self._clock
-            if priority is not None:
+            if priority is None:
+                child.num_hits += 1
+            else:
                 child.priority = max(child.priority, priority)
             found.append(child.page_ids)
             done += same
@@ -238,18 +264,15 @@ class RadixCache:
 
     def _offer(self, node: TreeNode) -> None:
         """Queue a node for eviction if it is an unlocked leaf."""
-        if node.queued or node.children or node.num_locks or node is self.root:
-            return
-        node.queued = True
-        heapq.heappush(self._queue, (node.priority, node.last_used, node.serial, node))
+        if not node.children and not node.num_locks and node is not self.root:
+            self._queue.offer(node)
 
     def _next_leaf(self) -> TreeNode | None:
         """Take the unlocked leaf that goes first out of the queue."""
-        while self._queue:
-            priority, last_used, _, node = heapq.heappop(self._queue)
+        while (taken := self._queue.take()) is not None:
+            node, is_current = taken
             self._totals.node_visits += 1
-            node.queued = False
-            if (node.priority, node.last_used) != (priority, last_used):
+            if not is_current:
                 self._offer(node)
             elif not node.children and not node.num_locks:
                 return node

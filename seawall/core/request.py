@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 
 from seawall.core.params import LogprobSpec, SamplingParams
-from seawall.core.step import I32, Scores
+from seawall.core.step import I32
 
 
 class Status(Enum):
@@ -32,7 +32,6 @@ class Request:
         scored: next position whose following prompt token is still to be scored.
         cached_tokens: positions that were not computed when it was first admitted.
         table_columns: page table entries of its seat that are up to date on the device.
-        unplaced: position and scores of an output token that has no page yet.
     """
 
     __slots__ = (
@@ -60,7 +59,6 @@ class Request:
         "status",
         "table_columns",
         "tokens",
-        "unplaced",
         "write_from",
     )
 
@@ -104,7 +102,6 @@ class Request:
         self.table_columns = 0
         self.num_retractions = 0
         self.cached_tokens = 0
-        self.unplaced: tuple[int, Scores] | None = None
         self.scored = first_scored_position(logprob, len(prompt))
 
     @property
@@ -131,6 +128,15 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether more than the newest token waits to be computed."""
         return self.num_left > 1
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one position is left to plan and, unless it is known already, may be drawn."""
+        outstanding = self.outstanding
+        planned = self.num_tokens + outstanding
+        return planned - self.computed == 1 and (
+            outstanding == 0 or planned - self.num_prompt < self.max_new_tokens
+        )
 
     @property
     def may_sample(self) -> bool:

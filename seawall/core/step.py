@@ -68,6 +68,9 @@ class StepPlan:
         score_starts, score_ends: int32 [R] positions whose next token is scored, half open.
         score_targets: int32 [sum(score_ends - score_starts)] the next tokens, packed.
         table_seats, table_columns, table_pages: int32 [P] page table entries that changed.
+        window_seats, window_columns, window_pages: int32 [P2] the same for the window pages of
+            models with sliding windows, else empty. Entries of columns that have left the window
+            are stale and not read.
         admitted: sampling parameters of requests that were given a seat in this step.
     """
 
@@ -86,6 +89,9 @@ class StepPlan:
     table_seats: I32
     table_columns: I32
     table_pages: I32
+    window_seats: I32
+    window_columns: I32
+    window_pages: I32
     admitted: tuple[SeatParams, ...]
 
     @property

@@ -51,24 +51,52 @@ class LengthEstimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A running request's pages: all it holds, and those only it holds."""
+    """A running request's pages: all it holds, those only it holds, and those of the window class.
+
+    `num_windows` counts what the request gives back by itself as its window moves.
+    """
 
     request: Request
     num_pages: int
     num_own: int
+    num_windows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowDemand:
+    """What windows cost: pages of a decoding request, and of all prompts that are computed now."""
+
+    most_held: int
+    prefill_pages: int
+
+
+NO_WINDOWS = WindowDemand(most_held=0, prefill_pages=0)
 
 
 class Admission:
     """Future page use of the running requests, for one planning round.
 
+    Window pages need no simulation: a request that holds a window once holds one until its end.
+    Each is charged with the most it can hold, beside the prompts in flight, which are shared by
+    all; a request that is alone may take what it needs step by step.
+
     Written by the scheduler: `admit` adds a request that was let in.
     """
 
     def __init__(
-        self, holdings: Sequence[Holding], estimator: LengthEstimator, page_size: int
+        self,
+        holdings: Sequence[Holding],
+        estimator: LengthEstimator,
+        page_size: int,
+        windows: WindowDemand = NO_WINDOWS,
     ) -> None:
         self._estimator = estimator
         self._page_size = page_size
+        self._windows = windows
+        self._is_alone = not holdings
+        self._windows_reserved = windows.prefill_pages + sum(
+            max(self._most_windows(h.request) - h.num_windows, 0) for h in holdings
+        )
         self._reserved = 0
         decoding = [h for h in holdings if not h.request.is_prefilling]
         for holding in holdings:
@@ -76,20 +104,34 @@ class Admission:
                 self._reserved += self._growth(holding.request, holding.num_pages)
         self._peak = self._decode_peak(decoding)
 
-    def fits(self, request: Request, num_shared_pages: int, available: int) -> bool:
+    def fits(
+        self, request: Request, num_shared_pages: int, available: int, available_windows: int = 0
+    ) -> bool:
         """Whether `request` can run to its expected end beside the others.
 
         Args:
             request: the candidate.
             num_shared_pages: pages it takes from the cache, already locked.
             available: pages free or evictable now, after that lock.
+            available_windows: the same of the window class.
         """
+        windows = self._windows_reserved + self._most_windows(request)
+        if windows > available_windows and not self._is_alone:
+            return False
         need = self._growth(request, num_shared_pages)
         return self._peak + self._reserved + need <= available
 
     def admit(self, request: Request, num_shared_pages: int) -> None:
         """Count `request` among those that run."""
+        self._is_alone = False
+        self._windows_reserved += self._most_windows(request)
         self._reserved += self._growth(request, num_shared_pages)
+
+    def _most_windows(self, request: Request) -> int:
+        length = request.num_prompt + self._estimator.expected_output(request)
+        held = min(_ceil_div(length, self._page_size), self._windows.most_held)
+        # The samples of a group keep the prompt's window from the others that use it.
+        return held if request.group is None else 2 * held
 
     def _growth(self, request: Request, num_pages: int) -> int:
         length = request.num_prompt + self._estimator.expected_output(request)

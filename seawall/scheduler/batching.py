@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from seawall.cache.windows import Windows
 from seawall.core.request import Request
 from seawall.core.step import I32, SeatParams, StepPlan
 
@@ -29,16 +30,23 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
 class StepBuilder:
     """Collects rows of one step; used once."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
         self._rows: list[tuple[int, int, int, int, int, bool, bool, int, int]] = []
+        self._seated: set[int] = set()
         self._tokens: list[I32] = []
         self._targets: list[I32] = []
-        self._tables: list[tuple[int, int, I32]] = []
+        self._tables: list[tuple[int, I32, I32]] = []
+        self._window_tables: list[tuple[int, I32, I32]] = []
         self._admitted: list[SeatParams] = []
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def has_row(self, request: Request) -> bool:
+        """Whether the step computes something of a seated request already."""
+        return request.seat in self._seated
 
     def seat(self, request: Request) -> None:
         """Announce the sampling parameters of a request that was just given a seat."""
@@ -66,6 +74,7 @@ class StepBuilder:
         samples = end == request.num_planned and request.may_sample
         score_start = max(start, request.scored)
         score_end = max(min(end, request.last_scored_position), score_start)
+        self._seated.add(request.seat)
         self._rows.append(
             (
                 request.seat,
@@ -85,11 +94,43 @@ class StepBuilder:
             request.scored = score_end
         if request.table_columns < len(page_ids):
             fresh = page_ids[request.table_columns :].copy()
-            self._tables.append((request.seat, request.table_columns, fresh))
+            columns = np.arange(request.table_columns, len(page_ids), dtype=np.int32)
+            self._tables.append((request.seat, columns, fresh))
+            has_window, pages = self._windows.table(fresh)
+            if len(pages):
+                self._window_tables.append((request.seat, columns[has_window], pages))
             request.table_columns = len(page_ids)
         self.num_tokens += end - start
         request.computed = end
         request.outstanding += samples
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """Add decoding requests whose pages and page tables stay as they are: most rows there are.
+
+        The same as `add` for each, in a tenth of the time.
+        """
+        samples = [r.num_tokens + r.outstanding - r.num_prompt < r.max_new_tokens for r in requests]
+        self._rows += [
+            (
+                r.seat,
+                r.epoch,
+                r.computed,
+                r.computed + (r.write_from > r.computed),
+                1,
+                r.outstanding > 0,
+                draws,
+                r.computed,
+                r.computed,
+            )
+            for r, draws in zip(requests, samples, strict=True)
+        ]
+        tokens = [0 if r.outstanding else r.tokens[r.computed] for r in requests]
+        self._tokens.append(np.array(tokens, np.int32))
+        self._seated.update([r.seat for r in requests])
+        self.num_tokens += len(requests)
+        for request, draws in zip(requests, samples, strict=True):
+            request.computed += 1
+            request.outstanding += draws
 
     def build(self, step: int) -> StepPlan:
         """The finished plan."""
@@ -107,16 +148,21 @@ class StepBuilder:
             score_starts=np.array(columns[7], np.int32),
             score_ends=np.array(columns[8], np.int32),
             score_targets=_packed(self._targets),
-            table_seats=_packed([np.full(len(p), seat, np.int32) for seat, _, p in self._tables]),
-            table_columns=_packed(
-                [np.arange(at, at + len(p), dtype=np.int32) for _, at, p in self._tables]
-            ),
-            table_pages=_packed([p for _, _, p in self._tables]),
+            table_seats=_seats(self._tables),
+            table_columns=_packed([columns for _, columns, _ in self._tables]),
+            table_pages=_packed([pages for _, _, pages in self._tables]),
+            window_seats=_seats(self._window_tables),
+            window_columns=_packed([columns for _, columns, _ in self._window_tables]),
+            window_pages=_packed([pages for _, _, pages in self._window_tables]),
             admitted=tuple(self._admitted),
         )
 
 
 _ZERO = np.zeros(1, np.int32)
+
+
+def _seats(tables: list[tuple[int, I32, I32]]) -> I32:
+    return _packed([np.full(len(pages), seat, np.int32) for seat, _, pages in tables])
 
 
 def _packed(parts: list[I32]) -> I32:

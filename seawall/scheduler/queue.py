@@ -24,6 +24,8 @@ class WaitQueue:
         self._max_queued = max_queued
         self._ledger = ledger
         self._items: list[tuple[tuple[int, int], Request]] = []
+        # Requests that arrived at this number or later are not to be admitted.
+        self._held_from: int | None = None
 
     def __len__(self) -> int:
         return len(self._items)
@@ -71,11 +73,25 @@ class WaitQueue:
         return (first, request.arrival)
 
     def ordered(self, match_length: Callable[[Request], int]) -> list[Request]:
-        """All waiting requests in the order in which they should be admitted."""
+        """The waiting requests that are not held, in the order they should be admitted in."""
         requests = [request for _, request in self._items]
+        if self._held_from is not None:
+            requests = [request for request in requests if request.arrival < self._held_from]
         if self._policy == "lpm" and len(requests) <= _LONGEST_MATCHED_QUEUE:
             requests.sort(key=match_length, reverse=True)
         return requests
+
+    def hold_from(self, arrival: int | None) -> None:
+        """Keep requests from that arrival number on waiting; None keeps none."""
+        self._held_from = arrival
+
+    @property
+    def has_eligible(self) -> bool:
+        """Whether any waiting request is not held."""
+        held_from = self._held_from
+        if held_from is None:
+            return bool(self._items)
+        return any(request.arrival < held_from for _, request in self._items)
 
     def __iter__(self) -> Iterator[Request]:
         return iter([request for _, request in self._items])

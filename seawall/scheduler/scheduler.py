@@ -17,15 +17,24 @@ from seawall.cache.prefix import PrefixKey
 from seawall.core.params import LogprobSpec
 from seawall.core.request import Request, Status
 from seawall.core.seeds import mix_seed
-from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.units import ceil_div
 from seawall.core.wire import FinishReason, FinishRequest, GenerateRequest, OutputDelta
 from seawall.memory.ledger import Ledger
 from seawall.scheduler.adjust import adjust_rows
-from seawall.scheduler.admission import Admission, Holding, LengthEstimator
+from seawall.scheduler.admission import (
+    NO_WINDOWS,
+    Admission,
+    Holding,
+    LengthEstimator,
+    WindowDemand,
+)
 from seawall.scheduler.batching import StepBuilder, share_budget
 from seawall.scheduler.groups import SampleGroups
+from seawall.scheduler.outbox import Outbox
+from seawall.scheduler.pressure import choose_victim
 from seawall.scheduler.queue import WaitQueue
-from seawall.scheduler.recall import Recall
+from seawall.scheduler.recall import CompanionRecall, NoRecall, Recall
 from seawall.scheduler.stop import stop_reason
 from seawall.scheduler.underway import PrefixesUnderWay
 
@@ -84,10 +93,12 @@ class Scheduler:
         self._seats = _Seats(limits.max_running)
         self._requests: dict[str, dict[int, Request]] = {}
         self._groups = SampleGroups()
-        self._recall = Recall(leases.companions)
+        self._recall: Recall = (
+            CompanionRecall(leases.companions) if limits.keeps_prefixes else NoRecall()
+        )
         self._under_way = PrefixesUnderWay(limits.page_size)
         self._estimator = LengthEstimator(limits.conservativeness)
-        self._outputs: list[OutputDelta] = []
+        self.outbox = Outbox()
         self._totals = _Totals()
 
     # -- intake ------------------------------------------------------------------------------
@@ -144,6 +155,26 @@ class Scheduler:
         self._estimator.record(request)
         self._finish(request, FinishReason(type="stop"))
 
+    def end_untrusted(self, name: str, message: str) -> None:
+        """End the running request of that name, and keep nothing of what it computed."""
+        for request in [r for r in self._running if r.name == name]:
+            reason = FinishReason(type="abort", message=message, status_code=500)
+            self._finish(request, reason, keep=False)
+            self._groups.drop_locks()
+
+    def hold(self) -> None:
+        """Let requests that arrive from here on wait; earlier ones run to their end."""
+        self._queue.hold_from(self._totals.arrived)
+
+    def let_go(self) -> None:
+        """Undo `hold`."""
+        self._queue.hold_from(None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs besides requests that are held."""
+        return not self._running and not self._queue.has_eligible
+
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
@@ -161,14 +192,13 @@ class Scheduler:
 
     def take_outputs(self) -> list[OutputDelta]:
         """What has been produced since the last call."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.outbox.take()
 
     # -- planning ----------------------------------------------------------------------------
 
     def plan(self, *, in_flight: bool) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the one in flight is back."""
-        builder = StepBuilder()
+        builder = StepBuilder(self._leases.windows)
         with contextlib.suppress(NeedsDrainError):
             self._fill(builder, in_flight)
         if len(builder) == 0:
@@ -178,6 +208,9 @@ class Scheduler:
 
     def _fill(self, builder: StepBuilder, in_flight: bool) -> None:
         num_retractions = self._totals.retractions
+        if self._leases.has_windows:
+            for request in self._running:
+                self._seats.lease(request).slide(request.applied)
         if self._limits.mixed:
             self._add_decodes(builder, in_flight)
         left = self._add_chunks(builder, in_flight)
@@ -188,12 +221,21 @@ class Scheduler:
             self._add_decodes(builder, in_flight)
 
     def _add_decodes(self, builder: StepBuilder, in_flight: bool) -> None:
-        for request in list(self._running):
-            if request.status is not Status.RUNNING or request.num_left != 1:
-                continue
-            if request.outstanding > 0 and not request.may_sample:
-                continue
-            self._add_row(builder, request, request.computed + 1, in_flight)
+        decoding = [r for r in self._running if r.is_decoding]
+        growing = [r for r in decoding if self._grows(r)]
+        # When pages run short, who has a row already and who hasn't decides who gives way.
+        if not self._leases.has_windows and len(growing) <= self._leases.available_pages:
+            held = set(growing)
+            builder.add_decodes([r for r in decoding if r not in held])
+            decoding = growing
+        for request in decoding:
+            if request.status is Status.RUNNING:
+                self._add_row(builder, request, request.computed + 1, in_flight)
+
+    def _grows(self, request: Request) -> bool:
+        """Whether its next position needs a page, or the device does not know its pages yet."""
+        lease = self._seats.lease(request)
+        return request.computed >= lease.num_tokens or request.table_columns < lease.num_pages
 
     def _add_chunks(self, builder: StepBuilder, in_flight: bool) -> int:
         """Go on with partly computed prompts; returns what is left of the step's budget."""
@@ -213,19 +255,27 @@ class Scheduler:
         return left
 
     def _add_row(self, builder: StepBuilder, request: Request, end: int, in_flight: bool) -> None:
-        """Add the row if pages for [0, end) can be had, from the youngest requests if need be."""
+        """Add the row if pages for [0, end) can be had, from other requests if need be."""
         lease = self._seats.lease(request)
         while not lease.reserve(end):
             if in_flight:
                 raise NeedsDrainError
-            victim = self._running[-1]
-            if victim is not request or len(self._running) > 1:
-                self._retract(victim)
+            if len(self._running) > 1:
+                self._retract(self._victim(builder))
             elif not self._groups.drop_locks():
                 self._finish(request, _no_pages(request))
             if request.status is not Status.RUNNING:
                 return
         builder.add(request, end, lease.page_ids)
+
+    def _victim(self, builder: StepBuilder) -> Request:
+        """Who goes back to the queue: nobody who has a row already, and not the first of all."""
+        candidates = [r for r in self._running[1:] if not builder.has_row(r)]
+        last = self._queue.rank(candidates[-1])[0]
+        # Of several priorities only the lowest gives way.
+        same = [(r, self._seats.lease(r)) for r in candidates if self._queue.rank(r)[0] == last]
+        # A page for each that grows into a new one in this step and the next few.
+        return choose_victim(same, 1 + len(self._running) // self._limits.page_size)[0]
 
     def _admit(self, builder: StepBuilder, budget: int) -> None:
         if len(self._queue) == 0 or not self._seats.free:
@@ -256,17 +306,35 @@ class Scheduler:
             budget -= used
 
     def _open_lease(self, request: Request) -> Lease:
+        """Share the longest cached prefix from which the request can go on.
+
+        A prompt that is scored from an early position needs the window in front of that one; where
+        it is gone, the prefix counts up to there only.
+        """
+        lease = self._open_up_to(request, request.num_tokens)
+        while not lease.reads_from(0):
+            scored = self._recall.scored_after(request, lease)
+            first = _first_position(request, lease.num_cached_tokens, scored)
+            if lease.reads_from(first):
+                break
+            lease.release(request.tokens, 0, insert=False)
+            lease = self._open_up_to(request, min(first, lease.num_cached_tokens - 1))
+        return lease
+
+    def _open_up_to(self, request: Request, max_match_tokens: int) -> Lease:
         return self._leases.open(
             request.name,
             request.tokens[: request.num_tokens],
             self._cache_key(request),
-            max_match_tokens=request.num_tokens,
+            max_match_tokens=max_match_tokens,
         )
 
     def _waits_for_prefix(self, request: Request, lease: Lease) -> bool:
-        return self._limits.keeps_prefixes and self._under_way.worth_waiting(
-            request, request.extra_key, lease.num_cached_tokens
-        )
+        if not (self._limits.keeps_prefixes and self._under_way.has_leader(request)):
+            return False
+        scored = self._recall.scored_after(request, lease)
+        first = _first_position(request, lease.num_cached_tokens, scored)
+        return self._under_way.worth_waiting(request, first)
 
     def _admit_one(
         self,
@@ -278,11 +346,14 @@ class Scheduler:
     ) -> int:
         """Seat one request and add its first row; returns its length, 0 if it doesn't fit."""
         num_shared = len(lease.page_ids)
+        pages, windows = self._leases.available_pages, self._leases.available_windows
+        if not admission.fits(request, num_shared, pages, windows):
+            lease.release(request.tokens, 0, insert=False)
+            return 0
         scored = self._recall.scored_after(request, lease)
         first = _first_position(request, lease.num_cached_tokens, scored)
         end = min(request.num_tokens, first + budget)
-        fits = admission.fits(request, num_shared, self._leases.available_pages)
-        if not fits or not lease.reserve(end):
+        if not lease.reserve(end):
             lease.release(request.tokens, 0, insert=False)
             return 0
         admission.admit(request, num_shared)
@@ -297,9 +368,9 @@ class Scheduler:
         if request.num_retractions == 0:
             request.cached_tokens = first
         self._groups.admitted(request)
-        self._under_way.enter(request, request.extra_key, lease.num_cached_tokens)
+        self._under_way.enter(request)
         if scored > request.scored:
-            self._send(request, prompt_scores=self._recall.take(request, lease, scored))
+            self.outbox.send(request, prompt_scores=self._recall.take(request, lease, scored))
         builder.seat(request)
         builder.add(request, end, lease.page_ids)
         return end - first
@@ -307,10 +378,16 @@ class Scheduler:
     def _new_admission(self) -> Admission:
         leases = [(r, self._seats.lease(r)) for r in self._running]
         holdings = [
-            Holding(request=r, num_pages=len(lease.page_ids), num_own=lease.num_own)
+            Holding(
+                request=r,
+                num_pages=lease.num_pages,
+                num_own=lease.num_own,
+                num_windows=lease.num_returning_windows,
+            )
             for r, lease in leases
         ]
-        return Admission(holdings, self._estimator, self._limits.page_size)
+        windows = _window_demand(self._limits, self._leases)
+        return Admission(holdings, self._estimator, self._limits.page_size, windows)
 
     def _cache_key(self, request: Request) -> str | None:
         if self._limits.keeps_prefixes:
@@ -326,24 +403,27 @@ class Scheduler:
 
     def adjust(self, plan: StepPlan) -> LogitAdjust | None:
         """Penalties and bias of the plan's sampled rows, every earlier token counted."""
-        rows = [(i, r) for i, r in self._live_rows(plan) if plan.samples[i]]
+        samples = plan.samples.tolist()
+        rows = [(i, r) for i, r in self._live_rows(plan) if samples[i]]
         return adjust_rows(rows, self._limits.eos_token_ids)
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's results; rows of requests that ended meanwhile die here."""
+        ends, samples = (plan.starts + plan.lengths).tolist(), plan.samples.tolist()
+        tokens, failed = result.tokens.tolist(), result.failed.tolist()
         for i, request in self._live_rows(plan):
-            end = int(plan.starts[i]) + int(plan.lengths[i])
-            request.applied = max(request.applied, end)
-            token = int(result.tokens[i]) if plan.samples[i] else None
+            request.applied = max(request.applied, ends[i])
+            token = tokens[i] if samples[i] else None
             if token is not None:
                 request.outstanding -= 1
-            if result.failed[i]:
+            if failed[i]:
                 # Its KV may be no better than its logits: nobody else must find it.
                 self._finish(request, _not_finite(request), keep=False)
                 continue
             if not request.committed and request.applied >= request.num_tokens:
                 self._commit(request)
-            self._recall.keep(request, self._seats.lease(request), plan, i, result)
+            if i in result.prompt_scores or i in result.output_scores:
+                self._recall.keep(request, self._seats.lease(request), plan, i, result)
             self._emit(request, i, token, result)
 
     def fail(self, plan: StepPlan, message: str) -> None:
@@ -353,12 +433,9 @@ class Scheduler:
             self._finish(request, reason, keep=False)
 
     def _live_rows(self, plan: StepPlan) -> list[tuple[int, Request]]:
-        rows = []
-        for i in range(plan.num_rows):
-            request = self._seats.holder(int(plan.seats[i]), int(plan.epochs[i]))
-            if request is not None:
-                rows.append((i, request))
-        return rows
+        pairs = zip(plan.seats.tolist(), plan.epochs.tolist(), strict=True)
+        rows = [(i, self._seats.holder(seat, epoch)) for i, (seat, epoch) in enumerate(pairs)]
+        return [(i, request) for i, request in rows if request is not None]
 
     def _emit(self, request: Request, row: int, token: int | None, result: StepResult) -> None:
         reason = None
@@ -371,7 +448,7 @@ class Scheduler:
         prompt_scores = result.prompt_scores.get(row)
         if token is None and prompt_scores is None and reason is None:
             return
-        self._send(
+        self.outbox.send(
             request,
             output_ids=() if token is None else (token,),
             prompt_scores=prompt_scores,
@@ -382,34 +459,12 @@ class Scheduler:
             self._estimator.record(request)
             self._end(request)
 
-    def _send(
-        self,
-        request: Request,
-        *,
-        output_ids: tuple[int, ...] = (),
-        prompt_scores: Scores | None = None,
-        output_scores: Scores | None = None,
-        finish: FinishReason | None = None,
-    ) -> None:
-        self._outputs.append(
-            OutputDelta(
-                rid=request.rid,
-                index=request.index,
-                output_ids=output_ids,
-                prompt_scores=prompt_scores,
-                output_scores=output_scores,
-                finish=finish,
-                cached_tokens=request.cached_tokens,
-                num_retractions=request.num_retractions,
-            )
-        )
-
     def _commit(self, request: Request) -> None:
         """Give the computed whole pages of a prompt to the cache, for others to share."""
         lease = self._seats.lease(request)
         request.committed = True
         self._under_way.leave(request)
-        changed = lease.commit(request.tokens, request.applied)
+        changed = lease.commit(request.tokens, request.applied, priority=request.priority)
         if changed:
             request.table_columns = min(request.table_columns, changed.start)
         self._groups.prompt_computed(request, lease)
@@ -419,15 +474,18 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, *, keep: bool = True) -> None:
         if request.status is Status.FINISHED:
             return
-        self._send(request, finish=reason)
+        self.outbox.send(request, finish=reason)
         self._end(request, keep=keep)
 
     def _end(self, request: Request, *, keep: bool = True) -> None:
         if request.status is Status.RUNNING:
+            if keep:
+                self._recall.settle(request, self._seats.lease(request))
             self._unseat(request, keep=keep)
         else:
             self._queue.remove(request)
         request.status = Status.FINISHED
+        self._recall.forget(request)
         self._queue.leave(request)
         self._groups.gone(request)
         samples = self._requests[request.rid]
@@ -438,6 +496,7 @@ class Scheduler:
     def _retract(self, request: Request) -> None:
         """Send a running request back to the queue; its computed pages stay in the cache."""
         assert request.outstanding == 0
+        self._recall.save(request, self._seats.lease(request))
         self._unseat(request, keep=True)
         request.status = Status.WAITING
         request.num_retractions += 1
@@ -449,7 +508,7 @@ class Scheduler:
         self._under_way.leave(request)
         lease = self._seats.give(request)
         num_valid = min(request.applied, request.num_tokens) if keep else 0
-        lease.release(request.tokens, num_valid, insert=keep)
+        lease.release(request.tokens, num_valid, insert=keep, priority=request.priority)
         at = bisect.bisect_left(self._running, self._queue.rank(request), key=self._queue.rank)
         assert self._running[at] is request
         del self._running[at]
@@ -487,6 +546,16 @@ class _Seats:
         """The request that has sat there since `epoch`, if it still does."""
         holder = self._holders[seat]
         return holder[0] if holder is not None and holder[0].epoch == epoch else None
+
+
+def _window_demand(limits: SchedulerLimits, leases: LeaseBook) -> WindowDemand:
+    if not leases.has_windows:
+        return NO_WINDOWS
+    # One chunk in flight and one planned behind it.
+    return WindowDemand(
+        most_held=leases.windows.most_held,
+        prefill_pages=ceil_div(2 * limits.prefill_tokens, limits.page_size),
+    )
 
 
 def _first_position(request: Request, num_cached: int, scored: int) -> int:

@@ -2,63 +2,79 @@
 
 Requests with a common context often arrive together (options of one question, samples of one
 dialogue). The first computes the context; the others would compute it again beside it, since the
-cache holds only what is done. One that shares enough stays in the queue until then.
+cache holds only what is done. One that would gain enough stays in the queue until then.
 
-Written by the scheduler. Holds no pages and no locks: if the first one ends early, the next takes
-its place.
+Written by the scheduler. Holds no pages and no locks: if a leader ends early, the next request
+takes its place.
 """
 
+from seawall.cache.companions import Wanted
 from seawall.cache.prefix import common_length
-from seawall.core.request import Request, Status
+from seawall.core.request import Request
 
-# Below this a shared prefix is not worth a step's wait.
-LEAST_SHARED_TOKENS = 32
-_Key = tuple[str | None, int, bytes]
+# A shorter gain is not worth a step's wait.
+LEAST_GAIN = 32
+_MAX_COMPARED = 64
+_Key = tuple[str | None, bytes]
 
 
 class PrefixesUnderWay:
-    """The first tokens that each prefilling request adds to the cache."""
+    """Running requests whose prompts are not all computed, by how their prompts begin."""
 
     def __init__(self, page_size: int) -> None:
-        self._num_tokens = -(-LEAST_SHARED_TOKENS // page_size) * page_size
-        self._leaders: dict[_Key, Request] = {}
+        self._page_size = page_size
+        self._leaders: dict[_Key, dict[int, Request]] = {}
         self._keys: dict[int, _Key] = {}
 
-    def enter(self, request: Request, cache_key: str | None, num_cached: int) -> None:
-        """A request got its seat and computes what follows its `num_cached` cached tokens."""
-        key = self._key(request, cache_key, num_cached)
-        if key is not None and key not in self._leaders:
-            self._leaders[key] = request
+    def enter(self, request: Request) -> None:
+        """A request got its seat and begins to compute."""
+        if request.num_left >= LEAST_GAIN:
+            key = self._key(request)
+            self._leaders.setdefault(key, {})[request.seat] = request
             self._keys[request.seat] = key
 
     def leave(self, request: Request) -> None:
         """Its pages are in the cache, or it has given up its seat; harmless if it led nothing."""
         key = self._keys.pop(request.seat, None)
         if key is not None:
-            del self._leaders[key]
+            leaders = self._leaders[key]
+            del leaders[request.seat]
+            if not leaders:
+                del self._leaders[key]
 
-    def worth_waiting(self, request: Request, cache_key: str | None, num_cached: int) -> bool:
+    def has_leader(self, request: Request) -> bool:
+        """Whether a running request's prompt begins as this one does."""
+        return request.num_tokens >= LEAST_GAIN and self._key(request) in self._leaders
+
+    def worth_waiting(self, request: Request, first: int) -> bool:
         """Whether a running request will soon have most of what this one needs computed.
 
-        Soon: at least a quarter of what the other computes is shared. Most: at least half of what
-        this one would compute.
+        Soon: at least a quarter of what the other still computes is gained. Most: at least half of
+        what this one would compute, which begins at position `first`.
         """
-        key = self._key(request, cache_key, num_cached)
-        leader = None if key is None else self._leaders.get(key)
-        if leader is None or leader is request:
-            return False
-        assert leader.status is Status.RUNNING
-        mine, other = request.tokens[: request.num_tokens], leader.tokens[: leader.num_tokens]
-        # Other tokens may stand in front of the same page.
-        shared = common_length(mine, other) - num_cached
-        return (
-            shared >= self._num_tokens
-            and 2 * shared >= len(mine) - num_cached
-            and 4 * shared >= len(other) - num_cached
-        )
+        mine = request.tokens[: request.num_tokens]
+        leaders = list(self._leaders.get(self._key(request), {}).values())
+        for leader in leaders[-_MAX_COMPARED:]:
+            if not _leaves_records(leader, request, first):
+                continue
+            shared = common_length(mine, leader.tokens[: leader.num_tokens])
+            gain = shared // self._page_size * self._page_size - first
+            if gain >= LEAST_GAIN and 2 * gain >= len(mine) - first and 4 * gain >= leader.num_left:
+                return True
+        return False
 
-    def _key(self, request: Request, cache_key: str | None, num_cached: int) -> _Key | None:
-        end = num_cached + self._num_tokens
-        if end > request.num_tokens:
-            return None
-        return cache_key, num_cached, request.tokens[num_cached:end].tobytes()
+    def _key(self, request: Request) -> _Key:
+        return request.extra_key, request.tokens[:LEAST_GAIN].tobytes()
+
+
+def _leaves_records(leader: Request, request: Request, first: int) -> bool:
+    """Whether the leader's scores answer what the other wants of its prompt from `first` on."""
+    if max(request.scored, first) >= request.last_scored_position:
+        return True
+    start = leader.logprob.start_len
+    return (
+        leader.logprob.wants_prompt
+        and start is not None
+        and max(start, 1) - 1 <= first
+        and Wanted.of_prompt(leader.logprob).answers(Wanted.of_prompt(request.logprob))
+    )

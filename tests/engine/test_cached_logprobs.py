@@ -175,6 +175,108 @@ def test_requests_that_arrive_together_compute_their_context_once(tiny: Path) ->
         assert_close(entries(found["meta_info"]), entries(expected["meta_info"]))
 
 
+def computed(results: list[dict[str, Any]]) -> int:
+    metas = [result["meta_info"] for result in results]
+    return sum(meta["prompt_tokens"] - cached(meta) for meta in metas)
+
+
+@pytest.mark.parametrize("header", [0, 32, 36])
+def test_a_common_header_does_not_hide_longer_contexts(tiny: Path, header: int) -> None:
+    head = list(prompt(header, 20))
+    contexts = [[*head, *prompt(60, 21 + i)] for i in range(4)]
+    asked = [[*context, 3 + j] for context in contexts for j in range(6)]
+    longer = '{"max_position_embeddings": 128}'
+    with open_engine(
+        tiny,
+        chunked_prefill_size=2048,
+        max_running_requests=64,
+        json_model_override_args=longer,
+    ) as engine:
+        results = engine.generate(
+            input_ids=asked, sampling_params=SCORE, return_logprob=True, logprob_start_len=0
+        )
+    # Each context once, and of each option the boundary, what is no whole page, and itself.
+    assert computed(results) <= sum(map(len, contexts)) + len(asked) * 6
+
+
+def test_cached_pages_without_records_are_scored_once(tiny: Path) -> None:
+    context = list(prompt(60, 30))
+    asked = [[*context, 3 + j] for j in range(8)]
+    with open_engine(tiny, chunked_prefill_size=2048) as engine:
+        engine.generate(input_ids=context, sampling_params=ONE)
+        results = engine.generate(
+            input_ids=asked, sampling_params=SCORE, return_logprob=True, logprob_start_len=0
+        )
+        assert computed(results) <= len(asked[0]) + 7 * 6
+
+
+def test_who_leaves_no_records_is_not_waited_for(tiny: Path) -> None:
+    context = list(prompt(60, 31))
+    with open_engine(tiny, chunked_prefill_size=2048) as engine:
+        results = engine.generate(
+            input_ids=[context, [*context, 4], [*context, 5], [*context, 6]],
+            sampling_params=SCORE,
+            return_logprob=[False, True, True, False],
+            logprob_start_len=[-1, 0, 0, -1],
+        )
+        # The second is no use to wait for the first; the third waits for the second.
+        assert [cached(r["meta_info"]) > 50 for r in results] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("chunk", [5, 8, 32])
+def test_records_have_no_hole_where_a_chunk_ends(tiny: Path, chunk: int, overlap: bool) -> None:
+    ids = list(prompt(50, 32))
+    with open_engine(
+        tiny, chunked_prefill_size=chunk, disable_overlap_schedule=not overlap
+    ) as engine:
+        for more in ({}, {"top_logprobs_num": 4}):
+            ask(engine, ids, SCORE, logprob_start_len=0, **more)
+            again = ask(engine, ids, SCORE, logprob_start_len=0, **more)["meta_info"]
+            assert cached(again) == 47
+
+
+def test_sampled_answers_keep_processed_records(tiny: Path) -> None:
+    ids = list(prompt(20, 33))
+    more = {"logprob_start_len": 0, "logprobs_mode": "processed"}
+    with open_engine(tiny) as engine:
+        params = {"temperature": 0.7, "sampling_seed": 5, "ignore_eos": True}
+        first = ask(engine, ids, {**params, "max_new_tokens": 30}, **more)
+        turn = [*ids, *first["output_ids"]]
+        again = ask(engine, turn, {**params, "max_new_tokens": 1}, **more)
+        assert cached(again["meta_info"]) >= 47
+        assert_close(
+            entries(again["meta_info"])[20:49], entries(first["meta_info"], kind="output")[:29]
+        )
+
+
+def test_retraction_leaves_no_hole(tiny: Path) -> None:
+    asked = [list(prompt(9, 40 + i)) for i in range(4)]
+    with open_engine(
+        tiny,
+        page_size=16,
+        max_total_tokens=112,
+        schedule_conservativeness=0.05,
+        max_running_requests=4,
+    ) as engine:
+        # Let admission expect short answers.
+        stops = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": list(range(97))}
+        engine.generate(input_ids=[[5, 6]] * 40, sampling_params=stops)
+        params = {"max_new_tokens": 40, "min_new_tokens": 40, "temperature": 0}
+        results = engine.generate(
+            input_ids=asked,
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=0,
+            logprobs_mode="raw",
+        )
+        # The pool is too small for all of them: only the pages of the last one are surely there.
+        last = max(range(4), key=lambda i: results[i]["meta_info"]["e2e_latency"])
+        assert results[last]["meta_info"]["num_retractions"] > 0
+        turn = [*asked[last], *results[last]["output_ids"]]
+        assert cached(ask(engine, turn, SCORE, logprob_start_len=0)["meta_info"]) == 47
+
+
 def test_aborted_leaders_hold_nobody_up(tiny: Path) -> None:
     context = list(prompt(60, 9))
     with open_engine(tiny, chunked_prefill_size=8) as engine:
@@ -205,5 +307,5 @@ def test_report_counts_records(tiny: Path) -> None:
         slots = engine.memory_report()["pages"]["total"] * 4
     assert before["measured"]["companions"]["now"] == slots * 12
     grown = after["measured"]["companions"]["now"] - slots * 12
-    assert grown == 10 * (1024 + 4 * (4 + 8 * 5))
+    assert grown == 512 + 10 * (1024 + 4 * (4 + 8 * 5))
     assert after["measured"]["companions"]["peak"] <= after["plan"]["companions"]

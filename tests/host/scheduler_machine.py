@@ -6,21 +6,32 @@ freed too early, matched wrongly or missing from a page table shows as a wrong t
 the model can say from the prompt alone what each request must produce.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from seawall.cache.chunk import ChunkCache
+from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import LeaseBook
 from seawall.cache.pages import PageLedger
 from seawall.cache.radix import RadixCache
+from seawall.cache.swa import SwaCache
+from seawall.cache.windows import NoWindows, WindowPages
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.request import Request
 from seawall.core.seeds import mix_seed
 from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
 from seawall.core.units import ceil_div
-from seawall.core.wire import AbortRequest, FinishRequest, FromCore, GenerateRequest, OutputDelta
+from seawall.core.wire import (
+    AbortRequest,
+    FinishRequest,
+    FlushCache,
+    FromCore,
+    GenerateRequest,
+    OutputDelta,
+)
 from seawall.engine.core import EngineCore
 from seawall.memory.ledger import Ledger
 from seawall.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -97,10 +108,13 @@ class FakeFlight:
 class FakeRunner:
     """Device memory as dictionaries; checks every access that a plan asks for."""
 
-    def __init__(self, page_size: int, max_running: int) -> None:
+    def __init__(self, page_size: int, max_running: int, window: int | None = None) -> None:
         self.page_size = page_size
+        self.window = window
         self.slots: dict[int, tuple[int, int]] = {}
+        self.window_slots: dict[int, int] = {}
         self.table: list[dict[int, int]] = [{} for _ in range(max_running)]
+        self.window_table: list[dict[int, int]] = [{} for _ in range(max_running)]
         self.last_token = [0] * max_running
         self.seeds = [0] * max_running
         self.fail_at: str | None = None
@@ -128,10 +142,14 @@ class FakeRunner:
         self.maybe_fail("launch", plan)
         for params in plan.admitted:
             self.table[params.seat].clear()
+            self.window_table[params.seat].clear()
             self.seeds[params.seat] = params.seed
         changed = (plan.table_seats, plan.table_columns, plan.table_pages)
         for seat, column, page in zip(*(a.tolist() for a in changed), strict=True):
             self.table[seat][column] = page
+        changed = (plan.window_seats, plan.window_columns, plan.window_pages)
+        for seat, column, page in zip(*(a.tolist() for a in changed), strict=True):
+            self.window_table[seat][column] = page
         assert len(set(plan.seats.tolist())) == plan.num_rows
         links: list[int] = []
         prompt: dict[int, Scores] = {}
@@ -193,7 +211,31 @@ class FakeRunner:
             else:
                 assert ledger.owner_of(page) == request.name
                 self.slots[slot] = (link, tokens[position - start])
+        if self.window is not None:
+            self._compute_window(request, start, write_start, along)
         return along
+
+    def _compute_window(
+        self, request: Request, start: int, write_start: int, along: list[int]
+    ) -> None:
+        """The same in the window class: reads the window of the first query, writes the rest."""
+        assert self.scheduler is not None and self.window is not None
+        windows = self.scheduler._leases.windows
+        assert isinstance(windows, WindowPages)
+        for position in range(max(start + 1 - self.window, 0), start + len(along)):
+            full = self.table[request.seat][position // self.page_size]
+            page = self.window_table[request.seat][position // self.page_size]
+            slot = page * self.page_size + position % self.page_size
+            if position < start:
+                assert self.window_slots[slot] == self._link_at(full, position)
+            elif position < write_start:
+                assert self.window_slots[slot] == along[position - start]
+            else:
+                assert windows.ledger.owner_of(page) == request.name
+                self.window_slots[slot] = along[position - start]
+
+    def _link_at(self, full_page: int, position: int) -> int:
+        return self.slots[full_page * self.page_size + position % self.page_size][0]
 
 
 @dataclass
@@ -311,6 +353,16 @@ class Setup:
     radix: bool = True
     overlap: bool = True
     max_queued: int | None = None
+    window: int | None = None
+    spare_windows: int = 0
+    policy_of_eviction: str = "lru"
+
+    @property
+    def num_window_pages(self) -> int:
+        """The least that one request needs when it is alone, and what is to spare."""
+        assert self.window is not None
+        alone = ceil_div(self.window + self.prefill_tokens + 3 * self.page_size, self.page_size)
+        return min(alone, self.num_pages) + self.spare_windows
 
     @property
     def longest(self) -> int:
@@ -324,8 +376,19 @@ class SchedulerMachine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.ledger = PageLedger(setup.num_pages, debug=True)
-        kind = RadixCache if setup.radix else ChunkCache
-        self.leases = LeaseBook(self.ledger, kind(self.ledger, setup.page_size), setup.page_size)
+        order = EVICTION_ORDERS[setup.policy_of_eviction]
+        tree: RadixCache | SwaCache = RadixCache(self.ledger, setup.page_size, order)
+        self.windows: NoWindows | WindowPages = NoWindows()
+        if setup.window is not None:
+            self.windows = WindowPages(
+                PageLedger(setup.num_window_pages, debug=True),
+                num_full_pages=setup.num_pages,
+                page_size=setup.page_size,
+                window=setup.window,
+            )
+            tree = SwaCache(tree, self.windows)
+        cache = tree if setup.radix else ChunkCache(tree)
+        self.leases = LeaseBook(self.ledger, cache, setup.page_size, windows=self.windows)
         self.host = Ledger({"queue": 1 << 20})
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -345,7 +408,7 @@ class SchedulerMachine:
         if setup.conservativeness < 1:
             # As after many short answers: admission then lets in more than can fit.
             self.scheduler._estimator._fraction = setup.conservativeness
-        self.runner = FakeRunner(setup.page_size, setup.max_running)
+        self.runner = FakeRunner(setup.page_size, setup.max_running, setup.window)
         self.runner.scheduler = self.scheduler
         self.core = EngineCore(
             self.scheduler, self.runner, self.leases, overlap=setup.overlap, check_pages=True
@@ -353,6 +416,7 @@ class SchedulerMachine:
         self.samples: dict[tuple[str, int], Sample] = {}
         self.others: list[FromCore] = []
         self.num_idle = 0
+        self.num_operations = 0
 
     @property
     def open(self) -> list[Sample]:
@@ -440,10 +504,14 @@ class SchedulerMachine:
             assert counts.cached == 0
         assert self.leases.cache.reset()
         assert self.ledger.num_free == self.setup.num_pages
+        if isinstance(self.windows, WindowPages):
+            assert self.windows.num_free == self.setup.num_window_pages
 
     def check(self) -> None:
         """Holds between any two turns."""
+        self.num_operations += 1
         assert self.leases.check()
+        assert self.leases.audit() == []
         running = self.scheduler._running
         assert self.leases.num_open == len(running)
         ranks = [self.scheduler._queue.rank(request) for request in running]
@@ -468,3 +536,90 @@ class SchedulerMachine:
                 assert failed == (sample.status == 500), answer.finish
             elif answer.output_ids or not sample.message.max_new_tokens:
                 sample.check_whole()
+
+
+# Prompts begin alike, so that prefixes are shared, and part at a few places.
+STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(96)]
+
+
+def random_setup(rng: random.Random) -> Setup:
+    """An engine of any shape: page sizes 1 to 64, one or two classes, tight or roomy."""
+    page_size = rng.choice([1, 2, 3, 16, 64])
+    if rng.random() < 0.3:
+        # Where pages run short most: room for a few requests at their expected length only.
+        return Setup(
+            page_size=min(page_size, 16),
+            num_pages=ceil_div(70, min(page_size, 16)),
+            conservativeness=0.05,
+            overlap=rng.random() < 0.5,
+            window=rng.choice([None, 6]),
+            spare_windows=70,
+        )
+    return Setup(
+        page_size=page_size,
+        num_pages=ceil_div(rng.randint(6, 72), page_size) + rng.randint(0, 2),
+        max_running=rng.randint(2, 8),
+        prefill_tokens=rng.choice([1, 3, 7, 16, 64]),
+        policy=rng.choice(["fcfs", "lpm", "priority"]),
+        conservativeness=rng.choice([1.0, 0.05, 0.05]),
+        mixed=rng.random() < 0.7,
+        radix=rng.random() < 0.75,
+        overlap=rng.random() < 0.7,
+        max_queued=rng.choice([None, None, 3]),
+        window=rng.choice([None, None, 1, 4, 9, 30]),
+        spare_windows=rng.randint(0, 12),
+        policy_of_eviction=rng.choice(list(EVICTION_ORDERS)),
+    )
+
+
+def random_sample(machine: SchedulerMachine, rng: random.Random) -> list[Sample]:
+    """A request that the pool can hold."""
+    longest = max(machine.setup.longest // rng.choice([1, 2, 3]), 2)
+    length = rng.randint(1, longest - 1)
+    prompt = [*STEM[: length - 1], rng.randrange(VOCAB)]
+    max_new = rng.randint(0, longest - length)
+    return machine.add(
+        prompt,
+        max_new=max_new,
+        sampling=SamplingParams(
+            n=rng.choice([1, 1, 1, 3]) if max_new else 1,
+            ignore_eos=rng.random() < 0.3,
+            # Answers that turn out longer than expected are what makes pages run short.
+            min_new_tokens=min(rng.choice([0, 4, 30]), max_new),
+        ),
+        logprob=LogprobSpec(wanted=True, start_len=rng.choice([None, 0])),
+        priority=rng.randrange(3),
+        extra_key=rng.choice([None, None, None, "lora"]),
+    )
+
+
+def random_turn(machine: SchedulerMachine, rng: random.Random) -> None:
+    """One operation: mostly turns of the loop, sometimes what users and faults do to it."""
+    kind = rng.random()
+    if len(machine.open) < 6 or (kind < 0.15 and len(machine.open) < 12):
+        random_sample(machine, rng)
+    elif kind < 0.9:
+        machine.turn()
+    elif kind < 0.93:
+        machine.turn(fail_at=rng.choice(["launch", "sample", "wait"]))
+    elif kind < 0.96:
+        machine.abort(rng.choice(machine.open).message.rid)
+    elif kind < 0.99:
+        ready = [sample for sample in machine.open if sample.tokens]
+        if ready:
+            sample = rng.choice(ready)
+            machine.finish(sample, max(len(sample.tokens) - rng.randrange(3), 1))
+    else:
+        machine.core.intake([FlushCache(ticket=5)])
+        machine.turn()
+
+
+def run_random(seed: int, num_operations: int) -> SchedulerMachine:
+    """A machine of random shape after so many random operations, checked and closed."""
+    rng = random.Random(seed)
+    machine = SchedulerMachine(random_setup(rng))
+    for _ in range(num_operations):
+        random_turn(machine, rng)
+        machine.check()
+    machine.close()
+    return machine

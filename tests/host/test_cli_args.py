@@ -27,6 +27,7 @@ SHAPE = Shape(reduce="none", top_logprobs=0)
 VALUES = {"int": 3, "float": 0.5, "bytes": 1 << 20, "str": "auto"}
 # The only values that are built for arguments with a choice.
 GIVEN = {
+    "radix_eviction_policy": "lfu",
     "model_path": "demo",
     "schedule_policy": "lpm",
     "attention_backend": "torch_native",
@@ -141,7 +142,7 @@ def test_help_and_plan_run_with_torch_blocked() -> None:
         ("plan", "MODEL"),
         ("plan demo --page-size x", "--page-size"),
         ("plan demo --page-size 0", "page_size: got 0, the least is 1"),
-        ("plan demo --device cuda", "not built yet"),
+        ("plan demo --quantization fp8", "not built yet"),
         ("plan demo --memory-budget 3XB", "unknown unit"),
         ("plan demo --device-mem 3GB", "--device-mem"),
     ],
@@ -180,11 +181,17 @@ def test_plan_json_adds_up_and_follows_device_memory(capsys) -> None:
     assert plan["max_total_tokens"] == plan["num_pages"] * plan["page_size"]
 
 
-def test_serve_says_in_one_line_that_it_is_not_built(capsys) -> None:
-    assert main(["serve", "demo"]) == 1
-    err = capsys.readouterr().err
-    assert "not built yet" in err
-    assert err.count("\n") == 1
+def test_serve_checks_its_arguments_before_it_starts_anything(capsys) -> None:
+    for flags in (
+        ["--port=70000"],
+        ["--max-queued-requests=-1"],
+        ["--drain-seconds=0"],
+        ["--prot=1"],
+    ):
+        assert main(["serve", "demo", *flags]) == 2
+        err = capsys.readouterr().err
+        assert flags[0].partition("=")[0].strip("-").split("-")[0] in err
+        assert err.count("\n") == 1
 
 
 def test_doctor_asks_for_what_the_project_file_asks_for() -> None:

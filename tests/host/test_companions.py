@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seawall.cache.companions import EXTRA_ENTRY_BYTES, PLAIN_SLOT_BYTES, CompanionStore, Wanted
+from seawall.cache.companions import (
+    EXTRA_ENTRY_BYTES,
+    ID_BYTES,
+    KIND_BYTES,
+    PLAIN_SLOT_BYTES,
+    CompanionStore,
+    Wanted,
+)
 from seawall.core.step import Scores
 from seawall.memory.footprint import COMPANION_SLOT_BYTES
 
@@ -117,7 +124,7 @@ def ids(pages: list[int]) -> np.ndarray:
 @settings(max_examples=150, deadline=None)
 @given(
     page_size=st.sampled_from([1, 3, 16]),
-    extra_bytes=st.sampled_from([0, EXTRA_ENTRY_BYTES + 300, 1 << 20]),
+    extra_bytes=st.sampled_from([0, EXTRA_ENTRY_BYTES + KIND_BYTES + 300, 1 << 20]),
     data=st.data(),
 )
 def test_store_tells_what_was_recorded_and_nothing_else(
@@ -153,7 +160,7 @@ def test_first_record_stays() -> None:
 def test_oldest_pages_lose_their_extras_first() -> None:
     wanted = WANTED[2]
     entry = EXTRA_ENTRY_BYTES + 4 * (4 + 8 * 5)
-    store = CompanionStore(3, 4, extra_bytes=2 * entry)
+    store = CompanionStore(3, 4, extra_bytes=2 * entry + KIND_BYTES)
     for page in (0, 1):
         store.record(ids([page]), 0, truth([1, 2, 3, 4], wanted), wanted)
     store.read(ids([0]), 0, 4, wanted)
@@ -162,7 +169,31 @@ def test_oldest_pages_lose_their_extras_first() -> None:
     assert known == [4, 0, 4]
     # The plain record of a page outlives its extras.
     assert store.known_until(ids([1]), 0, 4, WANTED[1]) == 4
-    assert store.num_bytes == 3 * 4 * PLAIN_SLOT_BYTES + 2 * entry
+    assert store.num_bytes == 3 * 4 * PLAIN_SLOT_BYTES + 2 * entry + KIND_BYTES
+    store.reset()
+    assert store.num_bytes == 3 * 4 * PLAIN_SLOT_BYTES
+
+
+def test_long_lists_of_ids_are_counted_once_each() -> None:
+    store = CompanionStore(8, 1, extra_bytes=1 << 20)
+    plain = 8 * PLAIN_SLOT_BYTES
+    lists = [tuple(range(n, n + 1000)) for n in range(3)]
+    for number, token_ids in enumerate(lists):
+        wanted = Wanted(temperature=1.0, top_k=0, token_ids=token_ids)
+        for page in (2 * number, 2 * number + 1):
+            store.record(ids([page]), 0, truth([5], wanted), wanted)
+    kind = KIND_BYTES + 1000 * ID_BYTES
+    assert store.num_bytes - plain == 3 * kind + 6 * (EXTRA_ENTRY_BYTES + 4 * 1001)
+    store.clear(ids([0, 1, 2]))
+    assert store.num_bytes - plain == 2 * kind + 3 * (EXTRA_ENTRY_BYTES + 4 * 1001)
+
+
+def test_an_entry_beyond_the_cap_is_not_kept() -> None:
+    wanted = Wanted(temperature=1.0, top_k=0, token_ids=tuple(range(100)))
+    store = CompanionStore(2, 4, extra_bytes=EXTRA_ENTRY_BYTES + 4 * 4 * 101)
+    store.record(ids([0]), 0, truth([1, 2, 3, 4], wanted), wanted)
+    assert store.num_bytes == 2 * 4 * PLAIN_SLOT_BYTES
+    assert store.known_until(ids([0]), 0, 4, wanted) == 0
 
 
 def test_plan_and_store_agree_on_bytes() -> None:

@@ -1,5 +1,6 @@
 """The page ledger: order of pages, exact sums, and every misuse in both modes."""
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -295,3 +296,39 @@ def test_size_is_checked() -> None:
         PageLedger(0, debug=False)
     with pytest.raises(PageError, match="page 4 is outside"):
         PageLedger(4, debug=False).owner_of(4)
+
+
+def test_what_is_wrong_is_logged_with_both_names(caplog: pytest.LogCaptureFixture) -> None:
+    # Engines of other tests set the level of all of the package's loggers.
+    caplog.set_level(logging.ERROR, logger="seawall")
+    scene = Scene(debug=False)
+    scene.ledger.free(ids(5), scene.a)
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert "free by 'req-a': page 5 is foreign; its owner is 'req-b'" in record.getMessage()
+    assert str(scene.ledger.violations[0]) in record.getMessage()
+    for _ in range(1999):
+        scene.ledger.free(ids(5), scene.a)
+    # A fault that repeats does not fill the disk.
+    assert len(caplog.records) == 256 + 2
+
+
+def test_reconcile_names_what_was_leaked_and_what_was_lost() -> None:
+    scene = Scene(debug=False)
+    ledger = scene.ledger
+    ledger.free(ids(1), scene.a)  # behind the back of a, which believes in 0, 1, 2 and in 4
+    assert ledger.reconcile(scene.a, ids(0, 1, 2, 4)).tolist() == [1, 4]
+    found = [(v.kind, v.page, v.caller, v.owner) for v in ledger.violations]
+    assert found == [
+        ("leaked", 3, "req-a", "req-a"),
+        ("lost", 1, "req-a", "free"),
+        ("lost", 4, "req-a", "req-b"),
+    ]
+    assert ledger.pages_of(scene.a).tolist() == [0, 2]
+    assert ledger.pages_of(scene.b).tolist() == [4, 5]
+    assert ledger.pages_of(QUARANTINE).tolist() == [1, 3]
+    assert ledger.check({scene.a: 2, scene.b: 2})
+
+    scene = Scene(debug=True)
+    with pytest.raises(PageError, match=r"audit by 'req-a': page 3 is still held.*history: #"):
+        scene.ledger.reconcile(scene.a, ids(0, 1, 2))

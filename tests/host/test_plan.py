@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seawall.cache.lease import LeaseBook
 from seawall.cache.node import TreeNode
-from seawall.cache.pages import HOST_BYTES_PER_PAGE
+from seawall.cache.pages import HOST_BYTES_PER_PAGE, PageLedger
+from seawall.cache.radix import RadixCache
+from seawall.cache.swa import SwaCache
+from seawall.cache.windows import WindowPages
 from seawall.core.errors import BudgetError, ConfigError
 from seawall.core.units import ceil_div, human_bytes, parse_bytes, round_down, round_up
 from seawall.memory import footprint
@@ -334,6 +338,9 @@ def test_report_has_the_contract_shape_and_is_json() -> None:
             "kv": {"now": 900, "peak": 900},
         },
         "pages": {"total": 10, "free": 4, "cached": 3, "in_use": 2, "quarantined": 1},
+        "window_pages": None,
+        "cache": {},
+        "requests": {},
         "violations": [],
         "host": {
             "budget_bytes": 500,
@@ -443,6 +450,34 @@ def test_limits_are_checked_and_rounded_up() -> None:
 
 def test_page_ledger_bytes_are_what_the_page_ledger_declares() -> None:
     assert footprint.page_ledger_bytes(1) == HOST_BYTES_PER_PAGE
+
+
+def test_window_pages_take_no_more_host_memory_than_declared() -> None:
+    """In the worst case, where each page was last used at a time of its own."""
+    num_pages = 2000
+    full = PageLedger(num_pages, debug=False)
+    windows = WindowPages(
+        PageLedger(num_pages, debug=False), num_full_pages=num_pages, page_size=1, window=1
+    )
+    book = LeaseBook(full, SwaCache(RadixCache(full, 1), windows), 1, windows=windows)
+    tokens = np.arange(num_pages, dtype=np.int32)
+    lease = book.open("a", tokens, None, max_match_tokens=0)
+    assert lease.reserve(num_pages)
+    lease.release(tokens, num_pages, insert=True)
+    runs, most = windows._runs, 0
+    for page in list(range(num_pages)) * 3:
+        windows.lock(np.array([page], np.int32))
+        windows.unlock(np.array([page], np.int32))
+        most = max(most, len(runs._queue))
+    assert num_pages < most <= 2 * num_pages
+    time, pages = runs._queue[-1]
+    a_run = sum(map(sys.getsizeof, ((time, pages), time, pages))) + 8  # its place in the queue
+    ledger = windows.ledger
+    arrays = (windows._window_of, windows._full_of, windows._locks, runs._used)
+    arrays += (ledger._owner, ledger._free, ledger._scratch)
+    took = sum(array.nbytes for array in arrays) + most * a_run
+    one_class = footprint.page_ledger_bytes(num_pages)
+    assert took <= footprint.page_ledger_bytes(num_pages, num_pages) - one_class
 
 
 def test_host_footprints_follow_their_formulas() -> None:

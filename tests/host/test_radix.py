@@ -3,6 +3,12 @@
 import numpy as np
 import pytest
 
+from seawall.cache.eviction import (
+    EVICTION_ORDERS,
+    EvictionOrder,
+    least_recently_used,
+    lowest_priority,
+)
 from seawall.cache.pages import PageIds, PageLedger
 from seawall.cache.prefix import PrefixKey, common_length
 from seawall.cache.radix import RadixCache
@@ -12,10 +18,12 @@ from seawall.core.errors import PageError
 class Forest:
     """A tree and one owner that feeds it."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, order: EvictionOrder = least_recently_used
+    ) -> None:
         self.page_size = page_size
         self.ledger = PageLedger(num_pages, debug=True)
-        self.tree = RadixCache(self.ledger, page_size)
+        self.tree = RadixCache(self.ledger, page_size, order)
         self.owner = self.ledger.new_owner("feeder")
 
     def insert(
@@ -158,7 +166,7 @@ def test_the_order_of_eviction_is_that_of_a_sorted_list() -> None:
 
 
 def test_low_priority_goes_before_old() -> None:
-    forest = Forest(16, 1)
+    forest = Forest(16, 1, lowest_priority)
     forest.insert([1], priority=1)
     forest.insert([2])
     forest.insert([3])
@@ -182,7 +190,7 @@ def test_eviction_takes_the_tail_of_a_long_leaf() -> None:
 
 
 def test_what_stays_of_a_trimmed_leaf_keeps_its_place_in_the_order() -> None:
-    forest = Forest(64, 1)
+    forest = Forest(64, 1, lowest_priority)
     forest.insert([1])
     forest.insert(range(100, 116))
     forest.insert([2], priority=1)
@@ -315,3 +323,82 @@ def test_the_eviction_queue_never_outgrows_the_tree() -> None:
             forest.tree.lock(node)
             forest.tree.unlock(node)
     assert len(forest.tree._queue) <= forest.tree.stats().num_nodes == 100
+
+
+def test_orders_of_eviction() -> None:
+    """Three prompts, used in different ways: who goes first under each policy."""
+    expected = {"lru": [2, 1, 3], "lfu": [3, 1, 2], "priority": [2, 3, 1]}
+    for policy, order in expected.items():
+        forest = Forest(16, 1, EVICTION_ORDERS[policy])
+        forest.insert([1], priority=2)
+        forest.insert([2])
+        forest.insert([3], priority=1)
+        for token in (2, 2, 2, 1, 1, 3):
+            forest.tree.match(key_of([token]))
+        gone = []
+        while forest.tree.evict(1):
+            gone += [t for t in (1, 2, 3) if t not in gone and not forest.cached([t])]
+        assert gone == order, policy
+
+
+@pytest.mark.parametrize("policy", EVICTION_ORDERS)
+def test_the_order_is_that_of_a_sorted_list_under_every_policy(policy: str) -> None:
+    rng = np.random.default_rng(5)
+    forest = Forest(200, 1, EVICTION_ORDERS[policy])
+    used: dict[int, list[int]] = {}  # priority, hits, time of the last lookup
+    for time in range(1500):
+        token = int(rng.integers(60))
+        if token in used:
+            forest.tree.match(key_of([token]))
+            used[token][1] += 1
+            used[token][2] = time
+        else:
+            used[token] = [int(rng.integers(3)), 0, time]
+            forest.insert([token], priority=used[token][0])
+        if rng.random() < 0.3:
+            rank = {"lru": (2,), "lfu": (1, 2), "priority": (0, 2)}[policy]
+            first = min(used, key=lambda t: [used[t][i] for i in rank])
+            assert forest.tree.evict(1) == 1
+            assert forest.cached([first]) == 0
+            del used[first]
+    assert forest.tree.num_evictable == len(used)
+
+
+class CountingKey:
+    """A key of the eviction queue that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __init__(self, value: tuple[int, int]) -> None:
+        self.value = value
+
+    def __lt__(self, other: "CountingKey") -> bool:
+        CountingKey.comparisons += 1
+        return self.value < other.value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CountingKey) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("policy", EVICTION_ORDERS)
+def test_doubling_the_tree_changes_the_cost_by_less_than_a_tenth(policy: str) -> None:
+    """Counted operations: nodes visited, and keys compared in the eviction queue."""
+    order = EVICTION_ORDERS[policy]
+
+    def cost(num_prompts: int) -> list[int]:
+        forest = Forest(4 * num_prompts, 1, lambda node: CountingKey(order(node)))  # type: ignore[arg-type,return-value]
+        rng = np.random.default_rng(1)
+        for prompt in rng.permutation(num_prompts).tolist():
+            forest.insert([1, 10 + prompt, 2, 3])
+        start, compared = forest.visits(), CountingKey.comparisons
+        for prompt in rng.permutation(num_prompts)[:400].tolist():
+            forest.tree.match(key_of([1, 10 + prompt, 2, 3]))
+        matched = forest.visits() - start
+        for _ in range(400):
+            assert forest.tree.evict(1) == 1
+        return [matched, forest.visits() - start - matched, CountingKey.comparisons - compared]
+
+    for small, large in zip(cost(6000), cost(12000), strict=True):
+        assert large < 1.1 * small

@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from seawall.cache.lease import LeaseBook
+from seawall.cache.pages import PageLedger
+from seawall.cache.radix import RadixCache
 from seawall.core.errors import QueueFullError
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.request import Request
@@ -19,9 +22,16 @@ from seawall.core.wire import CacheFlushed, FinishReason, FlushCache
 from seawall.memory.ledger import Ledger
 from seawall.scheduler.admission import Admission, Holding, LengthEstimator
 from seawall.scheduler.batching import share_budget
+from seawall.scheduler.pressure import choose_victim
 from seawall.scheduler.queue import WaitQueue
 from tests.host.cache_machine import soak_factor
-from tests.host.scheduler_machine import VOCAB, Sample, SchedulerMachine, Setup
+from tests.host.scheduler_machine import (
+    STEM,
+    VOCAB,
+    SchedulerMachine,
+    Setup,
+    random_sample,
+)
 
 WHICH = st.integers(0, 30)
 
@@ -35,9 +45,6 @@ def quiet() -> Iterator[None]:
     yield
     logger.setLevel(level)
 
-
-# Prompts begin alike, so that prefixes are shared, and part at a few places.
-STEM = [(7 * i * i + 3 * i) % VOCAB for i in range(96)]
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -67,6 +74,9 @@ class Machine(RuleBasedStateMachine):
         conservativeness=st.sampled_from([1.0, 0.05, 0.5]),
         switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
         max_queued=st.sampled_from([None, None, 3]),
+        window=st.sampled_from([None, 1, 4, 9, 30]),
+        spare_windows=st.integers(0, 12),
+        policy_of_eviction=st.sampled_from(["lru", "lfu", "priority"]),
     )
     def start(
         self,
@@ -79,6 +89,9 @@ class Machine(RuleBasedStateMachine):
         conservativeness: float,
         switches: tuple[bool, bool, bool],
         max_queued: int | None,
+        window: int | None,
+        spare_windows: int,
+        policy_of_eviction: str,
     ) -> None:
         mixed, radix, overlap = switches
         setup = Setup(
@@ -92,6 +105,9 @@ class Machine(RuleBasedStateMachine):
             radix=radix,
             overlap=overlap,
             max_queued=max_queued,
+            window=window,
+            spare_windows=spare_windows,
+            policy_of_eviction=policy_of_eviction,
         )
         self.machine = SchedulerMachine(setup)
 
@@ -178,33 +194,27 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=80 * soak_factor(),
+    max_examples=40 * soak_factor(),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
 
-def random_sample(machine: SchedulerMachine, rng: random.Random) -> list[Sample]:
-    longest = machine.setup.longest
-    length = rng.randint(1, longest - 1)
-    prompt = [*STEM[: length - 1], rng.randrange(VOCAB)]
-    sampling = SamplingParams(n=rng.choice([1, 1, 1, 3]), ignore_eos=rng.random() < 0.5)
-    return machine.add(
-        prompt,
-        max_new=rng.randint(1, longest - length),
-        sampling=sampling,
-        logprob=LogprobSpec(wanted=True, start_len=rng.choice([None, 0])),
-    )
-
-
+@pytest.mark.parametrize("window", [None, 5, 20])
 @pytest.mark.parametrize("radix", [True, False])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_conservativeness_1_never_retracts(page_size: int, radix: bool) -> None:
+def test_conservativeness_1_never_retracts(page_size: int, radix: bool, window: int | None) -> None:
     rng = random.Random(page_size)
-    setup = Setup(page_size=page_size, num_pages=ceil_div(60, page_size), radix=radix)
+    setup = Setup(
+        page_size=page_size,
+        num_pages=ceil_div(100, page_size),
+        radix=radix,
+        window=window,
+        spare_windows=ceil_div(24, page_size),
+    )
     machine = SchedulerMachine(setup)
-    for _ in range(60 * soak_factor()):
+    for _ in range(30 * soak_factor()):
         random_sample(machine, rng)
         for _ in range(rng.randint(0, 6)):
             machine.turn()
@@ -213,9 +223,10 @@ def test_conservativeness_1_never_retracts(page_size: int, radix: bool) -> None:
     assert machine.scheduler.counts.retractions == 0
 
 
+@pytest.mark.parametrize("window", [None, 5, 20])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_retraction_loses_nothing(page_size: int, overlap: bool) -> None:
+def test_retraction_loses_nothing(page_size: int, overlap: bool, window: int | None) -> None:
     rng = random.Random(page_size)
     machine = SchedulerMachine(
         Setup(
@@ -223,9 +234,11 @@ def test_retraction_loses_nothing(page_size: int, overlap: bool) -> None:
             num_pages=ceil_div(70, page_size),
             conservativeness=0.05,
             overlap=overlap,
+            window=window,
+            spare_windows=ceil_div(400, page_size),
         )
     )
-    for _ in range(80):
+    for _ in range(50):
         random_sample(machine, rng)
     machine.close()
     assert machine.scheduler.counts.retractions > 0
@@ -436,3 +449,55 @@ def test_estimator_learns_and_never_expects_less_than_written() -> None:
     for _ in range(64):
         careful.record(make_request(prompt=3, max_new=10, output=2))
     assert careful.expected_output(make_request(prompt=3, max_new=100)) == 100
+
+
+def test_the_victim_is_the_cheapest_that_frees_enough() -> None:
+    ledger = PageLedger(64, debug=True)
+    book = LeaseBook(ledger, RadixCache(ledger, 2), 2)
+    candidates = []
+    for arrival, num_pages in enumerate((6, 2, 4, 2, 3)):
+        tokens = np.arange(arrival * 100, arrival * 100 + 2 * num_pages, dtype=np.int32)
+        lease = book.open(str(arrival), tokens, None, max_match_tokens=0)
+        assert lease.reserve(len(tokens))
+        lease.commit(tokens, len(tokens) - 2)  # all but one page are the tree's now
+        assert lease.gain() == num_pages
+        candidates.append((make_request(prompt=4, arrival=arrival), lease))
+
+    def chosen(num_pages: int) -> int:
+        return choose_victim(candidates, num_pages)[0].arrival
+
+    assert [chosen(n) for n in (1, 2, 3, 4, 5, 6, 7)] == [3, 3, 4, 2, 0, 0, 0]
+    # What another request has locked too is not freed by this one's end.
+    shared = np.arange(600, dtype=np.int32)[:12]
+    other = book.open("other", shared, None, max_match_tokens=12)
+    assert other.num_shared == 5
+    assert candidates[0][1].gain() == 1
+    assert chosen(1) == 0
+
+
+def test_only_the_lowest_priority_gives_way() -> None:
+    machine = SchedulerMachine(
+        Setup(
+            page_size=2,
+            num_pages=40,
+            max_running=8,
+            policy="priority",
+            conservativeness=0.05,
+            prefill_tokens=64,
+        )
+    )
+    asked = SamplingParams(min_new_tokens=14)
+    samples = [
+        machine.add([*STEM[at : at + 4]], max_new=14, sampling=asked, priority=at % 2)[0]
+        for at in range(8)
+    ]
+    retracted: dict[str, int] = {}
+    while machine.core.has_work:
+        machine.turn()
+        for request in machine.scheduler._queue:
+            retracted[request.rid] = max(retracted.get(request.rid, 0), request.num_retractions)
+    assert sum(retracted.values()) > 0
+    # The four that come first fit beside each other, so they are never in want.
+    first = [retracted.get(sample.message.rid, 0) for sample in samples[1::2]]
+    assert sum(first) == 0
+    machine.close()

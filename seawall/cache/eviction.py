@@ -1,0 +1,67 @@
+"""In which order a prefix tree gives pages up: the orders, and the queue that keeps them.
+
+An order maps a node to a key; the unlocked leaf with the least key goes first. Keys of a node only
+ever grow, so an entry of the queue is never late: one that is out of date is put back with today's
+key. Each node is in the queue at most once, so the queue never outgrows the tree, and each take
+costs O(log nodes).
+"""
+
+import heapq
+from collections.abc import Callable
+
+from seawall.cache.node import TreeNode
+
+Key = tuple[int, int]
+EvictionOrder = Callable[[TreeNode], Key]
+
+
+def least_recently_used(node: TreeNode) -> Key:
+    """The node whose last lookup is longest ago goes first."""
+    return node.last_used, 0
+
+
+def least_frequently_used(node: TreeNode) -> Key:
+    """The node that the fewest lookups have passed goes first, then the least recently used."""
+    return node.num_hits, node.last_used
+
+
+def lowest_priority(node: TreeNode) -> Key:
+    """The node with the lowest priority goes first, then the least recently used."""
+    return node.priority, node.last_used
+
+
+EVICTION_ORDERS: dict[str, EvictionOrder] = {
+    "lru": least_recently_used,
+    "lfu": least_frequently_used,
+    "priority": lowest_priority,
+}
+
+
+class EvictionQueue:
+    """Nodes by their key. Written by one tree."""
+
+    def __init__(self, order: EvictionOrder) -> None:
+        self._order = order
+        self._heap: list[tuple[Key, int, TreeNode]] = []
+        self._queued: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __contains__(self, node: TreeNode) -> bool:
+        return node.serial in self._queued
+
+    def offer(self, node: TreeNode) -> None:
+        """Add a node unless it is there."""
+        if node.serial in self._queued:
+            return
+        self._queued.add(node.serial)
+        heapq.heappush(self._heap, (self._order(node), node.serial, node))
+
+    def take(self) -> tuple[TreeNode, bool] | None:
+        """Take the first node out; also whether its key is still the one it was queued with."""
+        if not self._heap:
+            return None
+        key, serial, node = heapq.heappop(self._heap)
+        self._queued.discard(serial)
+        return node, key == self._order(node)
