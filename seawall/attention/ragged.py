@@ -8,6 +8,10 @@ kernels do the walking:
     softmax, in place                    tokens of equal padded length together
     out = embedding_bag(values, scores)  weighted sums of the listed slots
 
+With a window the entries of a token begin where its window does. Capped scores get their bias
+after the cap. A sink is one entry more, in the padding: its score is set before the softmax, and
+its weight to zero after.
+
 A step costs a dozen calls a layer however many rows it has, and keys and values are read where
 they lie. Every result is a fixed-order sum over its own row: neighbours do not change it. float32
 only, since sampled_addmm knows no narrower type.
@@ -25,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from seawall.attention.base import AttentionRows
+from seawall.attention.base import AttentionRows, ScoreRules
 from seawall.core.units import ceil_div
 from seawall.device.arena import Arena
 from seawall.kv.pool import KVPool
@@ -56,16 +60,24 @@ class RaggedStep:
 class RaggedAttention:
     """Tokens that attend all at once, as rows of one sparse matrix.
 
-    Token n, head h is matrix row n * H + h. Its entries are the slots of positions [0, p], padded
-    to a multiple of TILE with the last of them; the bias takes the padding out.
+    Token n, head h is matrix row n * H + h. Its entries are the slots of the positions it sees,
+    padded to a multiple of TILE with the last of them; the bias takes the padding out.
     """
 
     def __init__(
-        self, pool: KVPool, arena: Arena, sizes: AttentionSizes, *, num_heads: int, scale: float
+        self,
+        pool: KVPool,
+        arena: Arena,
+        sizes: AttentionSizes,
+        *,
+        num_heads: int,
+        scale: float,
+        rules: ScoreRules,
     ) -> None:
         self._pool = pool
         self._num_heads = num_heads
         self._scale = scale
+        self._rules = rules
         self._sizes = sizes
         self._token_ids = arena.empty("attention", (sizes.tokens,), torch.int64)
         self._columns = arena.empty("attention", (sizes.entries,), torch.int32)
@@ -87,11 +99,12 @@ class RaggedAttention:
         lengths = rows.lengths.astype(np.int64)
         ends = rows.starts + lengths
         # An upper bound for several tokens, exact for one.
-        entries = _padded(ends) * lengths * self._num_heads
+        widths = self._widths(self._seen(ends))
+        entries = widths * lengths * self._num_heads
         fits = (lengths == 1) | ((entries <= MAX_CHUNK_ENTRIES) & (lengths > 0))
         # A sparse matrix cuts rows off that have more entries than there are columns: a padded
         # row of a tiny pool would.
-        fits &= _padded(ends) <= self._pool.num_kv_heads * self._pool.num_slots
+        fits &= widths <= self._pool.num_kv_heads * self._pool.num_slots
         order = np.argsort(np.where(fits, entries, np.iinfo(np.int64).max), kind="stable")
         order = order[: int(fits.sum())]
         fit = np.cumsum(entries[order]) <= self._sizes.entries
@@ -112,9 +125,10 @@ class RaggedAttention:
         first = np.cumsum(lengths) - lengths
         within = np.arange(num_tokens) - np.repeat(first, lengths)
         tokens = np.repeat(offsets, lengths) + within
-        counts = np.repeat(rows.starts, lengths) + within + 1
+        ends = np.repeat(rows.starts, lengths) + within + 1
+        seen = self._seen(ends)
         seats = np.repeat(rows.seats, lengths)
-        padded = _padded(counts)
+        padded = self._widths(seen)
         groups = _groups(padded)
         order = np.concatenate(groups)
         self._token_ids[:num_tokens].copy_(torch.from_numpy(tokens[order]))
@@ -128,7 +142,8 @@ class RaggedAttention:
         for members in groups:
             width = int(padded[members[0]])
             end = begin + len(members) * self._num_heads * width
-            self._fill(rows.page_table, seats[members], counts[members], begin, width)
+            slots = self._slots(rows.page_table, seats[members], ends[members], width)
+            self._fill(slots, seen[members], begin)
             scores.append(self._scores[begin:end].view(-1, width))
             begin = end
         self._step = self._finish(num_tokens, len(bounds), num_entries, scores)
@@ -154,22 +169,44 @@ class RaggedAttention:
         size = (len(bounds) - 1, self._pool.num_kv_heads * self._pool.num_slots)
         return torch.sparse_csr_tensor(bounds, columns, scores, size, check_invariants=False)
 
-    def _fill(
-        self, page_table: IntArray, seats: IntArray, counts: LongArray, begin: int, width: int
-    ) -> None:
-        """Columns and bias of the tokens of one padded length, from entry `begin` on."""
+    def _seen(self, ends: LongArray) -> LongArray:
+        """How many positions a token sees whose own is the last of [0, end)."""
+        return ends if self._rules.window is None else np.minimum(ends, self._rules.window)
+
+    def _widths(self, seen: LongArray) -> LongArray:
+        """Entries of a token that sees so many positions."""
+        return _padded(seen if self._rules.sinks is None else seen + 1)
+
+    def _slots(
+        self, page_table: IntArray, seats: IntArray, ends: LongArray, width: int
+    ) -> IntArray:
+        """The slots that each token sees, in order of position, and `width` of them or more."""
         page_size = self._pool.page_size
-        pages = page_table[seats, : ceil_div(width, page_size)]
-        short = ceil_div(width, page_size) - pages.shape[1]
-        if short > 0:
-            pages = np.pad(pages, ((0, 0), (0, short)))
-        within = np.arange(page_size, dtype=np.int32)
-        slots = (pages[:, :, None] * np.int32(page_size) + within).reshape(len(seats), -1)
+        if self._rules.window is None:
+            pages = page_table[seats, : ceil_div(width, page_size)]
+            short = ceil_div(width, page_size) - pages.shape[1]
+            if short > 0:
+                pages = np.pad(pages, ((0, 0), (0, short)))
+            within = np.arange(page_size, dtype=np.int32)
+            return (pages[:, :, None] * np.int32(page_size) + within).reshape(len(pages), -1)
+        firsts = (ends - self._seen(ends)).astype(np.int32)
+        within = np.arange(width, dtype=np.int32)
+        positions: IntArray = np.add(firsts[:, None], within, dtype=np.int32)
+        # Table entries past a token's own position may be anything.
+        np.minimum(positions, ends.astype(np.int32)[:, None] - 1, out=positions)
+        slots: IntArray = page_table[seats[:, None], positions // page_size]
+        slots *= np.int32(page_size)
+        slots += positions % np.int32(page_size)
+        return slots
+
+    def _fill(self, slots: IntArray, seen: LongArray, begin: int) -> None:
+        """Columns and bias of the tokens of one padded length, from entry `begin` on."""
+        width = int(self._widths(seen[:1])[0])
         slots = slots[:, :width]
-        last = slots[np.arange(len(seats)), counts - 1]
-        padding = np.arange(width - TILE, width) >= counts[:, None]
+        last = slots[np.arange(len(slots)), seen - 1]
+        padding = np.arange(width - TILE, width) >= seen[:, None]
         np.copyto(slots[:, width - TILE :], last[:, None], where=padding)
-        shape = (len(seats), self._num_heads, width)
+        shape = (len(slots), self._num_heads, width)
         end = begin + math.prod(shape)
         torch.add(
             torch.from_numpy(slots)[:, None, :],
@@ -189,16 +226,39 @@ class RaggedAttention:
         q_ND = q_THD.index_select(0, step.token_ids).view(-1, dim)
         keys_DS = self._pool.keys(layer).view(-1, dim).t()
         values_SD = self._pool.values(layer).view(-1, dim)
-        step.scores.copy_(step.bias)
-        torch.sparse.sampled_addmm(
-            step.matrix, q_ND, keys_DS, beta=1.0, alpha=self._scale, out=step.matrix
-        )
+        self._score(step, q_ND, keys_DS)
         for group in step.groups:
-            torch.softmax(group, 1, out=group)
+            if self._rules.sinks is None:
+                torch.softmax(group, 1, out=group)
+            else:
+                _softmax_with_sink(group, self._rules.sinks[layer])
         bags = torch.embedding_bag(
             values_SD, step.columns, step.bounds, False, 0, False, step.scores
         )
         out_THD.index_copy_(0, step.token_ids, bags[0].view(-1, *out_THD.shape[1:]))
+
+    def _score(self, step: RaggedStep, q_ND: Tensor, keys_DS: Tensor) -> None:
+        """Scores of all entries, those of the padding at -inf."""
+        softcap = self._rules.softcap
+        if softcap is None:
+            step.scores.copy_(step.bias)
+            torch.sparse.sampled_addmm(
+                step.matrix, q_ND, keys_DS, beta=1.0, alpha=self._scale, out=step.matrix
+            )
+            return
+        step.scores.zero_()
+        torch.sparse.sampled_addmm(
+            step.matrix, q_ND, keys_DS, beta=1.0, alpha=self._scale / softcap, out=step.matrix
+        )
+        step.scores.tanh_().mul_(softcap).add_(step.bias)
+
+
+def _softmax_with_sink(scores: Tensor, sinks_H: Tensor) -> None:
+    """In place; the last entry of each row is padding, and takes the sink's share for a moment."""
+    last = scores.view(-1, len(sinks_H), scores.shape[1])[:, :, -1]
+    last.copy_(sinks_H)
+    torch.softmax(scores, 1, out=scores)
+    last.zero_()
 
 
 def _padded(counts: LongArray) -> LongArray:

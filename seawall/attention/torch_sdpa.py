@@ -11,18 +11,22 @@ Either way a result depends on its own row only, and no mask grows with chunk ti
 Legend: T = packed tokens, H = query heads, K = kv heads, D = head_dim.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from seawall.attention.base import AttentionRows
+from seawall.attention.base import PLAIN_SCORES, AttentionRows, ScoreRules
 from seawall.attention.chunked import ChunkedAttention
 from seawall.attention.ragged import RaggedAttention
 from seawall.device.arena import Arena
+from seawall.device.dtypes import dtype_name
 from seawall.kv.pool import KVPool
 from seawall.memory.footprint import Limits
 from seawall.memory.footprint_attention import AttentionShape, AttentionSizes, attention_sizes
+from seawall.memory.kv_scales import LayerScales
 
 LongArray = npt.NDArray[np.int64]
 
@@ -36,20 +40,42 @@ class TorchAttention:
         num_heads: query heads, a multiple of the pool's kv heads.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         limits: the largest step.
+        dtype: of the model; None if the pool has the same.
+        rules: window, cap and sinks of the pool's layers.
     """
 
     def __init__(
-        self, pool: KVPool, arena: Arena, *, num_heads: int, scale: float, limits: Limits
+        self,
+        pool: KVPool,
+        arena: Arena,
+        *,
+        num_heads: int,
+        scale: float,
+        limits: Limits,
+        dtype: torch.dtype | None = None,
+        rules: ScoreRules = PLAIN_SCORES,
     ) -> None:
         shape = AttentionShape(
-            num_heads=num_heads, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim
+            num_heads=num_heads,
+            num_kv_heads=pool.num_kv_heads,
+            head_dim=pool.head_dim,
+            windows=() if rules.window is None else (rules.window,),
+            attention_softcap=rules.softcap,
         )
-        dtype = str(pool.dtype).removeprefix("torch.")
-        sizes = attention_sizes(shape, dtype, limits)
+        model_dtype = pool.dtype if dtype is None else dtype
+        sizes = attention_sizes(shape, dtype_name(model_dtype), limits, dtype_name(pool.dtype))
         self._pool = pool
         self._store = _Store(pool, arena, sizes)
-        self._ragged = RaggedAttention(pool, arena, sizes, num_heads=num_heads, scale=scale)
-        self._chunked = ChunkedAttention(pool, arena, sizes, num_heads=num_heads, scale=scale)
+        self._ragged = RaggedAttention(
+            pool, arena, sizes, num_heads=num_heads, scale=scale, rules=rules
+        )
+        self._chunked = ChunkedAttention(
+            pool, arena, sizes, num_heads=num_heads, scale=scale, dtype=model_dtype, rules=rules
+        )
+
+    def set_scales(self, scales: Sequence[LayerScales]) -> None:
+        """What keys and values are divided by, layer by layer, from here on."""
+        self._pool.set_scales(scales)
 
     def prepare(self, rows: AttentionRows) -> None:
         """Lays the step out; called once before the layers run."""
@@ -61,7 +87,7 @@ class TorchAttention:
         self._chunked.prepare(rows, offsets, np.flatnonzero(~ragged_rows))
 
     def run(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        """Stores k and v, then attends: the query at position p sees [0, p]. Gives [T, H, D]."""
+        """Stores k and v, then attends, as `rules` say. Gives [T, H, D]."""
         self._store.run(k_TKD, v_TKD, layer)
         out_THD = q_THD.new_empty(q_THD.shape)
         self._ragged.run(q_THD, layer, out_THD)

@@ -29,20 +29,41 @@ def reference_attention(
     rows: list[tuple[npt.NDArray[np.int32], int, int]],
     page_size: int,
     scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of packed rows, each (page ids, start, length). Gives float32 [T, H, D]."""
+    """Attention of packed rows, each (page ids, start, length). Gives float32 [T, H, D].
+
+    Args:
+        q_THD: queries.
+        keys_KSD: keys of the pool.
+        values_KSD: values of the pool.
+        rows: the packed rows.
+        page_size: slots of a page.
+        scale: factor on the scores.
+        window: a query at position p sees [max(0, p - window + 1), p]; None for [0, p].
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks_H: a score for each head that takes its share and adds nothing.
+    """
     num_heads = q_THD.shape[1]
     group = num_heads // keys_KSD.shape[0]
     out = torch.zeros(q_THD.shape, dtype=torch.float32)
     token = 0
     for pages, start, length in rows:
-        slots = torch.from_numpy(slots_of(pages, 0, start + length, page_size))
         for position in range(start, start + length):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = torch.from_numpy(slots_of(pages, first, position + 1, page_size))
             for head in range(num_heads):
-                seen = slots[: position + 1]
                 keys = keys_KSD[head // group].index_select(0, seen).float()
                 values = values_KSD[head // group].index_select(0, seen).float()
                 scores = keys @ q_THD[token, head].float() * scale
-                out[token, head] = torch.softmax(scores, dim=0) @ values
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks_H is not None:
+                    scores = torch.cat((scores, sinks_H[head].float().view(1)))
+                weights = torch.softmax(scores, dim=0)[: len(seen)]
+                out[token, head] = weights @ values
             token += 1
     return out

@@ -34,6 +34,28 @@ def rms_norm(
     return normed.mul_(weight_D)
 
 
+def rms_norm_offset(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same for a weight that is stored as its distance from 1, and rounded after it.
+
+    Args:
+        x: [..., D].
+        weight_D: [D], in the dtype of x.
+        eps: added to the mean square.
+        out: where the result goes; may be x itself. None makes a new tensor.
+    """
+    if x.dtype == torch.float32:
+        scale = (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed = torch.mul(x, scale, out=out)
+        return normed.addcmul_(normed, weight_D)
+    wide = x.float()
+    scale = (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    wide.mul_(scale)
+    wide.addcmul_(wide, weight_D.float())
+    return wide.to(x.dtype) if out is None else out.copy_(wide)
+
+
 def rotate_(x_TND: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor) -> torch.Tensor:
     """Rotates the first R entries of every head in place, pairing entry i with entry i + R/2.
 

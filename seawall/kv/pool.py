@@ -9,13 +9,20 @@ The heads are outermost, so the slots of a run of consecutive pages are one cont
 head: a row is read front to back, and a run needs no gather. Measured against [slot, head, dim]
 (CPU, 64 rows of mean length 300, 7 layers, 2 kv heads of 64, float32): 6.1 against 8.5 ms.
 
+The pool may have another dtype than the model: `write` converts, and who reads converts back
+(convert.py). Eight-bit numbers are divided by a scale for each layer first.
+
 Legend: T = tokens, K = kv heads, D = head_dim, S = slots.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from seawall.device.arena import Arena
+from seawall.kv.convert import bits, narrowed
+from seawall.memory.kv_scales import LayerScales
 
 
 class KVPool:
@@ -32,6 +39,7 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
     ) -> None:
+        self._scales = (LayerScales(),) * num_layers
         self.num_layers = num_layers
         self.num_pages = num_pages
         self.page_size = page_size
@@ -59,5 +67,20 @@ class KVPool:
 
     def write(self, layer: int, slot_ids: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Stores token t in slot slot_ids[t]; the ids are int64 and distinct."""
-        self._keys[layer].index_copy_(1, slot_ids, k_TKD.transpose(0, 1))
-        self._values[layer].index_copy_(1, slot_ids, v_TKD.transpose(0, 1))
+        scales = self._scales[layer]
+        self._store(self._keys[layer], slot_ids, k_TKD, scales.key)
+        self._store(self._values[layer], slot_ids, v_TKD, scales.value)
+
+    def scales(self, layer: int) -> LayerScales:
+        """What the layer's keys and values were divided by."""
+        return self._scales[layer]
+
+    def set_scales(self, scales: Sequence[LayerScales]) -> None:
+        """Use other scales from here on; nothing that is stored may be read afterwards."""
+        assert len(scales) == self.num_layers
+        self._scales = tuple(scales)
+
+    def _store(self, target_KSD: Tensor, slot_ids: Tensor, x_TKD: Tensor, scale: float) -> None:
+        if x_TKD.dtype != self.dtype:
+            x_TKD = narrowed(x_TKD, self.dtype, scale)
+        bits(target_KSD).index_copy_(1, slot_ids, bits(x_TKD).transpose(0, 1))

@@ -12,14 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from seawall.kernels import reference
+from seawall.layers.ops import PLAIN
 
 if TYPE_CHECKING:
     import torch
 
     from seawall.attention.base import AttentionOp
     from seawall.layers.linear import Linear
-    from seawall.layers.norm import RMSNorm
+    from seawall.layers.norm import Norm
+    from seawall.layers.ops import DecoderOps
     from seawall.layers.rope import Rotation
 
 
@@ -30,16 +31,23 @@ class Attention:
     layer: int
     num_heads: int
     num_kv_heads: int
-    norm: RMSNorm
+    norm: Norm
     qkv: Linear
     output: Linear
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    ops: DecoderOps = PLAIN
 
     def __call__(
         self, residual_TH: torch.Tensor, rotation: Rotation, attention: AttentionOp
     ) -> None:
         """Adds the layer's output to the residual in place."""
+        self.output.add_to(residual_TH, self.attended(residual_TH, rotation, attention))
+
+    def attended(
+        self, residual_TH: torch.Tensor, rotation: Rotation, attention: AttentionOp
+    ) -> torch.Tensor:
+        """The heads' results side by side, before the output projection."""
         qkv = self.qkv(self.norm(residual_TH))
         num_tokens = qkv.shape[0]
         num_rotated = self.num_heads + self.num_kv_heads
@@ -49,6 +57,21 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.apply_(q_THD)
             self.key_norm.apply_(k_TKD)
-        reference.rotate_(qkv_TND[:, :num_rotated], rotation.cos, rotation.sin)
+        self.ops.rotate_(qkv_TND[:, :num_rotated], rotation.cos, rotation.sin)
         attended = attention.run(q_THD, k_TKD, qkv_TND[:, num_rotated:], self.layer)
-        self.output.add_to(residual_TH, attended.reshape(num_tokens, -1))
+        return attended.reshape(num_tokens, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedAttention:
+    """Attention whose output is normed before it joins the residual."""
+
+    inner: Attention
+    post_norm: Norm
+
+    def __call__(
+        self, residual_TH: torch.Tensor, rotation: Rotation, attention: AttentionOp
+    ) -> None:
+        """Adds the layer's output to the residual in place."""
+        output_TH = self.inner.output(self.inner.attended(residual_TH, rotation, attention))
+        residual_TH.add_(self.post_norm.apply_(output_TH))

@@ -1,14 +1,31 @@
-"""RMSNorm: one weight vector and its epsilon."""
+"""RMSNorm in its two forms: one weight vector and its epsilon."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from seawall.kernels import reference
+from seawall.layers.ops import PLAIN
 
 if TYPE_CHECKING:
     import torch
+
+    from seawall.layers.ops import DecoderOps
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As the checkpoint has it."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's shape."""
+
+    def apply_(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +34,28 @@ class RMSNorm:
 
     weight: torch.Tensor
     eps: float
+    ops: DecoderOps = PLAIN
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor of x's shape."""
-        return reference.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def apply_(self, x: torch.Tensor) -> torch.Tensor:
         """The same in place."""
-        return reference.rms_norm(x, self.weight, self.eps, out=x)
+        return self.ops.rms_norm(x, self.weight, self.eps, out=x)
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRMSNorm:
+    """RMSNorm whose weight is stored as its distance from 1."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of x's shape."""
+        return reference.rms_norm_offset(x, self.weight, self.eps)
+
+    def apply_(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in place."""
+        return reference.rms_norm_offset(x, self.weight, self.eps, out=x)

@@ -47,6 +47,16 @@ class Limits:
         return ceil_div(self.context_length, self.page_size)
 
 
+def window_pages_per_seq(limits: Limits, window: int, chunk: int) -> int:
+    """Window pages that one request holds at most: min(ceil((W + chunk) / P) + 3, S).
+
+    While a chunk is computed its own positions and the window before them are there; the pages more
+    are for a first and a last page that are cut into, and for the page more than the window that a
+    request keeps so that it is found in the cache again.
+    """
+    return min(ceil_div(window + chunk, limits.page_size) + 3, limits.pages_per_seq)
+
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -58,6 +68,8 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
 }
 
 
@@ -80,6 +92,8 @@ DETOKENIZER_BYTES = 2048  # incremental text state of one sample, besides its id
 MESSAGE_BYTES = 1024  # one message in a mailbox, besides arrays of scores
 RADIX_NODE_BYTES = 1024  # one node: object, two arrays, edge, dict of children, queue entry
 PAGE_LEDGER_BYTES = 16  # one page in the page ledger: owner, free list, scratch
+WINDOW_MAP_BYTES = 4  # one full page where there are window pages: which one is its own
+WINDOW_PAGE_BYTES = 448  # one window page: ledger, map, lock, time, two runs of one in the queue
 COMPANION_SLOT_BYTES = 12  # a float32 logprob, an int32 id and its float32 logprob
 _TOKEN_ID = 4
 _LOGPROB = 4
@@ -124,9 +138,15 @@ def detokenizer_bytes(num_requests: int, context_length: int) -> int:
     return num_requests * (DETOKENIZER_BYTES + _TOKEN_ID * context_length)
 
 
-def page_ledger_bytes(num_pages: int) -> int:
-    """Owner table and free list: 16 bytes a page, histories of debug mode not counted."""
-    return num_pages * PAGE_LEDGER_BYTES
+def page_ledger_bytes(num_pages: int, num_window_pages: int = 0) -> int:
+    """Owner table and free list: 16 bytes a page, histories of debug mode not counted.
+
+    Window pages have a ledger of their own, the mapping, and their order of eviction.
+    """
+    num_bytes = num_pages * PAGE_LEDGER_BYTES
+    if num_window_pages:
+        num_bytes += num_pages * WINDOW_MAP_BYTES + num_window_pages * WINDOW_PAGE_BYTES
+    return num_bytes
 
 
 def radix_bytes(num_pages: int, page_size: int) -> int:

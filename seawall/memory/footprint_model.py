@@ -27,6 +27,8 @@ _FOREIGN_HIDDEN_COPIES = 5
 _FOREIGN_HEAD_COPIES = 4
 _FOREIGN_MLP_COPIES = 4
 _FOREIGN_FIXED_BYTES = 1 << 20
+# Norms over the hidden width in a layer: before each half, and in Gemma after it too.
+_NORMS = {"llama": 2, "gemma": 4}
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -37,7 +39,8 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """
     if not spec.native:
         return _foreign_elements(spec) * dtype_bytes(dtype)
-    rotary = 0 if spec.rope is None else spec.rope.rotary_dim // 2 * FLOAT32
+    ropes = [rope for rope in (spec.rope, spec.window_rope) if rope is not None]
+    rotary = sum(rope.rotary_dim // 2 * FLOAT32 for rope in ropes)
     return native_elements(spec) * dtype_bytes(dtype) + rotary
 
 
@@ -53,7 +56,7 @@ def native_elements(spec: ModelSpec) -> int:
     layer += hidden * (query + spec.output_bias)
     layer += 2 * mlp * (hidden + spec.mlp_bias)
     layer += hidden * (mlp + spec.mlp_bias)
-    layer += 2 * hidden + 2 * spec.head_dim * spec.qk_norm
+    layer += _NORMS[spec.decoder] * hidden + 2 * spec.head_dim * spec.qk_norm
     tables = (1 if spec.tie_embeddings else 2) * spec.vocab_size * hidden
     return tables + spec.num_layers * layer + hidden
 
@@ -65,22 +68,32 @@ def activation_bytes(spec: ModelSpec, dtype: str, step_tokens: int) -> int:
     """
     if not spec.native:
         return _foreign_activation_bytes(spec, dtype, step_tokens)
-    return _native_token_bytes(spec, dtype_bytes(dtype)) * step_tokens
+    # Gemma's norms in 16 bits take their weight in float32.
+    weight = FLOAT32 * max(spec.hidden_size, spec.head_dim) * (spec.decoder == "gemma")
+    return _native_token_bytes(spec, dtype_bytes(dtype)) * step_tokens + weight
 
 
 def _native_token_bytes(spec: ModelSpec, b: int) -> int:
     hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
     rotary_dim = 0 if spec.rope is None else spec.rope.rotary_dim
-    rotation = 2 * rotary_dim * b
+    rotation = (1 if spec.window_rope is None else 2) * 2 * rotary_dim * b
     fused = (query + 2 * kv) * b
     # Making the rotation takes less than the fused projection after it, and is left out.
     normed = _norm_bytes(hidden, 1, b)
     head_norms = _norm_bytes(query, spec.num_heads, b) if spec.qk_norm else 0
     swapped = (spec.num_heads + spec.num_kv_heads) * rotary_dim * b
     attended = query * b
-    in_attention = max(hidden * b + fused, fused + max(head_norms, swapped, attended))
-    in_mlp = hidden * b + 2 * spec.intermediate_size * b
-    return hidden * b + rotation + max(normed, in_attention, in_mlp)
+    gated = 2 * spec.intermediate_size * b
+    stages = [
+        normed,
+        hidden * b + fused,
+        fused + max(head_norms, swapped, attended),
+        hidden * b + gated,
+    ]
+    if spec.decoder == "gemma":
+        # The output of each half is a tensor of its own, normed before it joins the residual.
+        stages += [attended + hidden * b, gated + hidden * b, hidden * b + normed]
+    return hidden * b + rotation + max(stages)
 
 
 def _norm_bytes(width: int, num_rows: int, b: int) -> int:

@@ -40,11 +40,12 @@ def step_tables(limits: Limits, hidden_size: int, dtype: str) -> tuple[Table, ..
     )
 
 
-def seat_tables(limits: Limits) -> tuple[Table, ...]:
-    """Tensors with one entry a seat: R (4 S + 36) bytes."""
+def seat_tables(limits: Limits, *, windows: bool = False) -> tuple[Table, ...]:
+    """Tensors with one entry a seat: R (4 S + 36) bytes, and 4 R S more with window layers."""
     seats = limits.max_running
+    page_tables = ("page_table", "window_page_table") if windows else ("page_table",)
     return (
-        Table(name="page_table", shape=(seats, limits.pages_per_seq), dtype="int32"),
+        *(Table(name=n, shape=(seats, limits.pages_per_seq), dtype="int32") for n in page_tables),
         Table(name="last_token", shape=(seats,), dtype="int64"),
         Table(name="temperature", shape=(seats,), dtype="float32"),
         Table(name="top_k", shape=(seats,), dtype="int64"),
@@ -59,9 +60,9 @@ def step_buffer_bytes(limits: Limits, hidden_size: int, dtype: str) -> int:
     return NUM_STEP_SETS * sum(t.num_bytes for t in step_tables(limits, hidden_size, dtype))
 
 
-def sampler_bytes(limits: Limits) -> int:
+def sampler_bytes(limits: Limits, *, windows: bool = False) -> int:
     """Seat tables."""
-    return sum(table.num_bytes for table in seat_tables(limits))
+    return sum(table.num_bytes for table in seat_tables(limits, windows=windows))
 
 
 def logits_split(logits_bytes: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from seawall.core.errors import BudgetError, ConfigError
 from seawall.core.units import ceil_div, human_bytes
 from seawall.memory.footprint import Limits
+from seawall.memory.page_split import OneClass, TwoClasses, WindowClass
 
 KV = "kv"
 QUEUE = "queue"
@@ -25,7 +26,10 @@ class MemoryPlan:
     Attributes:
         lines: bytes of each account, "kv" included.
         num_pages: pages of the KV pool.
-        page_bytes: device bytes of one page in all layers, its companions included.
+        page_bytes: device bytes of one page in all layers that see everything.
+        num_window_pages: pages of the window class; 0 if no layer has a window.
+        window_page_bytes: device bytes of one of those.
+        window_pages_per_seq: most of them that one request holds.
         notes: how a line came about, for the table.
     """
 
@@ -35,6 +39,9 @@ class MemoryPlan:
     page_size: int
     page_bytes: int
     notes: Mapping[str, str]
+    num_window_pages: int = 0
+    window_page_bytes: int = 0
+    window_pages_per_seq: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -51,12 +58,26 @@ class MemoryPlan:
         """KV slots of the pool."""
         return self.num_pages * self.page_size
 
+    def num_at_once(self, num_tokens: int) -> int:
+        """Requests of so many tokens that fit at the same time."""
+        pages = ceil_div(num_tokens, self.page_size)
+        fit = self.num_pages // pages
+        if self.num_window_pages:
+            fit = min(fit, self.num_window_pages // min(pages, self.window_pages_per_seq))
+        return fit
+
     def table(self) -> str:
         """The plan as aligned text, one line an account."""
         pool = (
             f"{self.num_pages} pages of {self.page_size} tokens = {self.num_tokens} tokens, "
             f"{self.page_bytes} bytes a page"
         )
+        if self.num_window_pages:
+            pool += (
+                f"\n{self.num_window_pages} window pages = "
+                f"{self.num_window_pages * self.page_size} tokens, "
+                f"{self.window_page_bytes} bytes a page"
+            )
         return f"{_render(self.budget_bytes, self.lines, self.notes)}\n{pool}"
 
 
@@ -93,7 +114,7 @@ class HostPlan:
         return f"{_render(self.budget_bytes, self.lines, self.notes)}\n{queue}"
 
 
-def solve(
+def solve(  # noqa: PLR0913 -- the second class of pages is one more thing to divide by
     budget_bytes: int,
     accounts: Mapping[str, int],
     *,
@@ -102,6 +123,7 @@ def solve(
     max_total_tokens: int | None = None,
     max_pages: int | None = None,
     notes: Mapping[str, str] | None = None,
+    window: WindowClass | None = None,
 ) -> MemoryPlan:
     """Divides the device budget: the accounts as given, the rest in whole pages for KV.
 
@@ -109,17 +131,21 @@ def solve(
                         max_running * pages_per_seq,
                         ceil(max_total_tokens / page_size), max_pages)
 
+    With layers that have a window, page_split.py divides what is left between two classes, and the
+    bounds are those of the full class.
+
     Rounding `max_total_tokens` up lets one request of exactly that many tokens fit. One request of
     min(context_length, max_total_tokens) tokens must fit.
 
     Args:
         budget_bytes: the load line.
         accounts: fixed lines. A "kv" among them is what the pool takes besides its pages.
-        page_bytes: bytes of one page.
+        page_bytes: bytes of one page; of the full class, where 0 means that it has no layers.
         limits: sizes that the accounts were computed with.
         max_total_tokens: bound on the pool that the user gave.
         max_pages: bound on the pool from elsewhere, such as the width of an index.
         notes: how each line came about, for the table.
+        window: the class of the layers with a window; None if there are none.
 
     Raises:
         BudgetError: the accounts alone, or with one longest request, pass the budget.
@@ -127,7 +153,7 @@ def solve(
             below one longest request.
     """
     _check_sizes(budget_bytes, accounts)
-    _check_positive("page_bytes", page_bytes)
+    _check_positive("page_bytes", page_bytes if window is None else window.page_bytes)
     name, longest = "context_length", limits.context_length
     if max_total_tokens is not None and max_total_tokens < longest:
         name, longest = "max_total_tokens", max_total_tokens
@@ -138,26 +164,34 @@ def solve(
             f"{bound} {most} holds {most * limits.page_size} tokens, fewer than {name} {longest}; "
             f"lower {name}"
         )
+    pages: OneClass | TwoClasses = OneClass(page_bytes=page_bytes, most=most)
+    if window is not None:
+        pages = TwoClasses(page_bytes=page_bytes, window=window, limits=limits, most=most)
     remarks = dict(notes or {})
-    lines = dict(accounts)
     left = budget_bytes - sum(accounts.values())
-    if left < least * page_bytes:
-        lines[KV] = accounts.get(KV, 0) + least * page_bytes
+    need = pages.least_bytes(least)
+    if left < need:
+        asked = {**accounts, KV: accounts.get(KV, 0) + need}
         remarks.setdefault(KV, f"one request of {longest} tokens")
-        fits = max(left, 0) // page_bytes * limits.page_size
-        text = _misfit(budget_bytes, accounts, least * page_bytes, f"{name} {longest}", fits)
-        raise BudgetError(text, _render(budget_bytes, lines, remarks))
-    num_pages = min(left // page_bytes, most)
-    lines[KV] = accounts.get(KV, 0) + num_pages * page_bytes
+        fits = pages.longest_fit(max(left, 0)) * limits.page_size
+        text = _misfit(budget_bytes, accounts, need, f"{name} {longest}", fits)
+        raise BudgetError(text, _render(budget_bytes, asked, remarks))
+    num_pages, num_window = pages.solve(left, least)
     reason = f"limited by {bound}" if num_pages == most else "all that the budget leaves"
-    remarks.setdefault(KV, f"{num_pages} pages of {page_bytes} bytes, {reason}")
+    window_bytes = 0 if window is None else window.page_bytes
+    also = f" and {num_window} window pages of {window_bytes}" if num_window else ""
+    remarks.setdefault(KV, f"{num_pages} pages of {page_bytes} bytes{also}, {reason}")
+    kv_bytes = accounts.get(KV, 0) + num_pages * page_bytes + num_window * window_bytes
     return MemoryPlan(
         budget_bytes=budget_bytes,
-        lines=lines,
+        lines={**accounts, KV: kv_bytes},
         num_pages=num_pages,
         page_size=limits.page_size,
         page_bytes=page_bytes,
         notes=remarks,
+        num_window_pages=num_window,
+        window_page_bytes=window_bytes,
+        window_pages_per_seq=0 if window is None else window.pages_per_seq,
     )
 
 

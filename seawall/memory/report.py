@@ -9,7 +9,7 @@ the ledger's snapshot, the tracker's readings and the page counts are passed in.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from seawall.memory.ledger import AccountUse
@@ -58,6 +58,8 @@ class DeviceFigures:
         uses: snapshot of the device ledger.
         transients: by account, from the meter or the warm-up.
         violations: misuse that other parts recorded, in words.
+        window_pages: of the class of layers with sliding windows, where there are any.
+        requests: pages of each running request by id, if they are to be listed.
     """
 
     plan: MemoryPlan
@@ -66,6 +68,8 @@ class DeviceFigures:
     transients: Mapping[str, Transient]
     pages: PageNumbers
     violations: Sequence[str] = ()
+    window_pages: PageNumbers | None = None
+    requests: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +79,13 @@ class HostFigures:
     Attributes:
         uses: snapshot of the host ledger.
         resident: resident size of the process, now and at its peak: reported, never compared.
+        cache: what the prefix cache counts.
     """
 
     plan: HostPlan
     uses: Mapping[str, AccountUse]
     resident: tuple[int, int]
+    cache: Mapping[str, int] = field(default_factory=dict)
 
 
 def memory_report(device: DeviceFigures, host: HostFigures) -> dict[str, object]:
@@ -90,25 +96,22 @@ def memory_report(device: DeviceFigures, host: HostFigures) -> dict[str, object]
     """
     measured = _measured(device.plan.lines, device.uses, device.transients)
     host_measured = _measured(host.plan.lines, host.uses, {})
-    pages = {
-        "total": device.pages.total,
-        "free": device.pages.free,
-        "cached": device.pages.cached,
-        "in_use": device.pages.in_use,
-        "quarantined": device.pages.quarantined,
-    }
     violations = [
         *device.violations,
         *_over("device", device.plan.budget_bytes, device.plan.lines, measured),
         *_over("host", host.plan.budget_bytes, host.plan.lines, host_measured),
         *_unbalanced(device.pages),
+        *([] if device.window_pages is None else _unbalanced(device.window_pages)),
     ]
     return {
         "budget_bytes": device.plan.budget_bytes,
         "plan": dict(device.plan.lines),
         "plan_at_start": dict(device.plan_at_start.lines),
         "measured": measured,
-        "pages": pages,
+        "pages": _pages(device.pages),
+        "window_pages": None if device.window_pages is None else _pages(device.window_pages),
+        "cache": dict(host.cache),
+        "requests": dict(device.requests),
         "violations": violations,
         "host": {
             "budget_bytes": host.plan.budget_bytes,
@@ -116,6 +119,16 @@ def memory_report(device: DeviceFigures, host: HostFigures) -> dict[str, object]
             "measured": host_measured,
             "resident": {"now": host.resident[0], "peak": host.resident[1]},
         },
+    }
+
+
+def _pages(pages: PageNumbers) -> dict[str, int]:
+    return {
+        "total": pages.total,
+        "free": pages.free,
+        "cached": pages.cached,
+        "in_use": pages.in_use,
+        "quarantined": pages.quarantined,
     }
 
 

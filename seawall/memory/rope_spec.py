@@ -18,6 +18,9 @@ from seawall.memory.config_values import number, optional_size, size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# The base of layers that see everything, in models whose layers have two.
+_GLOBAL_THETA = 1_000_000.0
+
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -79,6 +82,41 @@ def read_rope(config: Mapping[str, Any], head_dim: int, context_length: int | No
     if kind == "yarn":
         return _yarn(values, rope)
     return _longrope(values, rope, (context_length or longest) > original)
+
+
+def read_layer_ropes(
+    config: Mapping[str, Any], head_dim: int, context_length: int | None, local_theta: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """The ropes of layers that see everything, and of those with a window.
+
+        {"rope_parameters": {"full_attention": {...}, "sliding_attention": {...}}}
+        {"rope_theta": ..., "rope_scaling": ..., "rope_local_base_freq": ...}       older
+
+    Scaling that is not given by layer is that of the layers that see everything.
+
+    Raises:
+        ConfigError: as read_rope, or parameters that are of neither form.
+    """
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, dict) or set(given) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"rotary parameters {given!r} are not an object by layer type; give one with "
+            "full_attention and sliding_attention"
+        )
+    full = {
+        "rope_theta": number(config, "rope_theta", _GLOBAL_THETA),
+        **(given.get("full_attention") or {}),
+        **(config.get("rope_scaling") or {}),
+    }
+    local = {
+        "rope_theta": number(config, "rope_local_base_freq", local_theta),
+        **(given.get("sliding_attention") or {}),
+    }
+    flat = {**config, "rope_scaling": None, "rope_theta": None}
+    return (
+        read_rope({**flat, "rope_parameters": full}, head_dim, context_length),
+        read_rope({**flat, "rope_parameters": local}, head_dim, context_length),
+    )
 
 
 def longest_context(config: Mapping[str, Any], rope: RopeSpec) -> int:

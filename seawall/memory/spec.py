@@ -6,20 +6,32 @@ torch is not installed. Does not read files, weights or generation settings.
 
     config.json -> apply_overrides -> ModelSpec.from_config -> footprints, layers, loader
 
-Four families are native (the decoder in models/decoder.py). Every other architecture is
-`native=False`: its sizes are read here, its mathematics is transformers' (models/hf.py).
+The families below are native: most of them are one decoder (models/decoder.py), Gemma has its own
+(models/gemma.py). Every other architecture is `native=False`: its sizes are read here, its
+mathematics is transformers' (models/hf.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from seawall.core.errors import ConfigError
 from seawall.memory.config_values import number, optional_size, size
-from seawall.memory.rope_spec import RopeSpec, longest_context, read_rope
+from seawall.memory.rope_spec import (
+    RopeSpec,
+    longest_context,
+    read_layer_ropes,
+    read_rope,
+)
+from seawall.memory.window_spec import (
+    WindowRule,
+    local_layers,
+    read_windows,
+    refuse_short_window,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,34 +47,78 @@ ACTIVATIONS = {
 }
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-_FULL_LAYERS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_GEMMA_SCALAR = 256
+
+# Which decoder computes a native model.
+DecoderName = Literal["llama", "gemma"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a native architecture fixes without saying it in its configuration."""
+    """What a native architecture fixes without saying it in its configuration.
 
+    `window` is the default of sliding_window, `windows` tells which layers have one, and `period`
+    is that of the rule "local". `local_theta`: layers with a window have a rope of their own, of
+    this base by default. `softcaps`: the default caps of attention scores and of logits.
+    """
+
+    decoder: DecoderName = "llama"
     qkv_bias: bool | None = False
     output_bias: bool | None = False
     mlp_bias: bool | None = False
     qk_norm: bool = False
+    tie_embeddings: bool = False
     head_dim: int | None = None
     num_kv_heads: int | None = None
     window: int | None = None
+    windows: WindowRule = "none"
+    period: int = 1
+    local_theta: float | None = None
+    softcaps: tuple[float | None, float | None] = (None, None)
 
 
 # None as a bias: the configuration says it (attention_bias, mlp_bias).
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family(num_kv_heads=8, window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=True, head_dim=128),
+    "MistralForCausalLM": Family(num_kv_heads=8, window=4096, windows="all"),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows="late"),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias=None, output_bias=None, qk_norm=True, head_dim=128, window=4096, windows="late"
+    ),
+    "Gemma2ForCausalLM": Family(
+        decoder="gemma",
+        qkv_bias=None,
+        output_bias=None,
+        tie_embeddings=True,
+        head_dim=256,
+        num_kv_heads=4,
+        window=4096,
+        windows="local",
+        period=2,
+        softcaps=(50.0, 30.0),
+    ),
+    "Gemma3ForCausalLM": Family(
+        decoder="gemma",
+        qkv_bias=None,
+        output_bias=None,
+        qk_norm=True,
+        tie_embeddings=True,
+        head_dim=256,
+        num_kv_heads=4,
+        window=4096,
+        windows="local",
+        period=6,
+        local_theta=10_000.0,
+    ),
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 _SAME_ARCHITECTURE = {"LLaMAForCausalLM": "LlamaForCausalLM"}
 
@@ -72,8 +128,10 @@ class ModelSpec:
     """The shape of one model, as plain numbers.
 
     `context_length` is what the engine serves, at most `max_context_length`. `dtype` is the
-    checkpoint's. `config_json` carries the whole configuration for models that transformers builds,
-    else it is empty.
+    checkpoint's. `windows` has one entry a layer, None where it sees everything, or is empty if no
+    layer has a window; all windows have one size. `window_rope` is the rope of the `local_layers`
+    where it differs, be their window shorter than the context or not. `config_json` carries the
+    whole configuration for models that transformers builds, else it is empty.
     """
 
     architecture: str
@@ -97,7 +155,37 @@ class ModelSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    decoder: DecoderName = "llama"
+    windows: tuple[int | None, ...] = ()
+    window_rope: RopeSpec | None = None
+    local_layers: tuple[int, ...] = ()
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
     config_json: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        sizes = sorted({window for window in self.windows if window is not None})
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"layers have windows of {', '.join(map(str, sizes))} tokens, and one page class "
+                "holds one size; only one size of window is built"
+            )
+        assert len(self.windows) in (0, self.num_layers), self.windows
+
+    @property
+    def window(self) -> int | None:
+        """The size that all windows share; None if no layer has one."""
+        return next((window for window in self.windows if window is not None), None)
+
+    @property
+    def num_window_layers(self) -> int:
+        """Layers that see a window only; their keys and values are in the window class."""
+        return sum(window is not None for window in self.windows)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers that see everything before them."""
+        return self.num_layers - self.num_window_layers
 
     @property
     def query_size(self) -> int:
@@ -150,26 +238,6 @@ def apply_overrides(config: Mapping[str, Any], json_model_override_args: str) ->
     return {**config, **overrides}
 
 
-def refuse_short_window(config: Mapping[str, Any], architecture: str, context_length: int) -> None:
-    """Refuses a model whose sliding window is shorter than the context: windows are not built yet.
-
-    A window of W tokens lets position p attend to (p - W, p], so a context of W tokens never meets
-    it.
-    """
-    family = FAMILIES.get(architecture, Family())
-    window = config.get("sliding_window", family.window)
-    switched_off = config.get("use_sliding_window", not architecture.startswith("Qwen")) is False
-    layer_types = config.get("layer_types")
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        switched_off = True
-    if window is None or switched_off or context_length <= window:
-        return
-    raise ConfigError(
-        f"sliding_window {window} is shorter than the context of {context_length} tokens "
-        f"and windows are not built yet; set context_length to at most {window}"
-    )
-
-
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     if not names and config.get("model_type") in _MODEL_TYPES:
@@ -197,20 +265,26 @@ def _refuse_unbuilt(config: Mapping[str, Any], architecture: str) -> None:
             f"the checkpoint is quantized ({method}) and quantized weights are not built yet; "
             "use an unquantized checkpoint"
         )
-    if config.get("attn_logit_softcapping") is not None:
+    caps_scores = architecture in FAMILIES and FAMILIES[architecture].softcaps[0] is not None
+    if config.get("attn_logit_softcapping") is not None and not caps_scores:
         raise ConfigError(
             f"{architecture} caps attention scores at {config['attn_logit_softcapping']}, "
-            "which is not built yet; use another model"
+            "which is not built for it; use another model"
         )
-    unknown = sorted(set(config.get("layer_types") or ()) - _FULL_LAYERS)
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError(
+            f"{architecture} has use_bidirectional_attention set and attends to later positions, "
+            "which no causal language model does; use another model"
+        )
+    unknown = sorted(set(config.get("layer_types") or ()) - _KNOWN_LAYERS)
     if unknown:
         raise ConfigError(
             f"{architecture} has layers of type {', '.join(unknown)}, which are not built yet; "
-            "only full attention is"
+            "only full attention and sliding windows are"
         )
 
 
-def _context(config: Mapping[str, Any], architecture: str, longest: int, asked: int | None) -> int:
+def _context(longest: int, asked: int | None) -> int:
     """The context to serve: what was asked, else the model's limit."""
     context = longest if asked is None else asked
     if not 1 <= context <= longest:
@@ -218,7 +292,6 @@ def _context(config: Mapping[str, Any], architecture: str, longest: int, asked: 
             f"context_length {context} is outside 1..{longest} (max_position_embeddings and rope "
             "scaling); lower it, or raise the model's limit with json_model_override_args"
         )
-    refuse_short_window(config, architecture, context)
     return context
 
 
@@ -228,37 +301,96 @@ def _native_spec(
     family = FAMILIES[architecture]
     hidden_size = size(config, "hidden_size")
     num_heads = size(config, "num_attention_heads")
+    num_layers = size(config, "num_hidden_layers")
     head_dim = optional_size(config, "head_dim") or family.head_dim or hidden_size // num_heads
-    activation = config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    rope = read_rope(config, head_dim, context_length)
-    longest = longest_context(config, rope)
+    rope, window_rope, longest = _ropes(config, family, head_dim, context_length)
+    context = _context(longest, context_length)
     attention_bias = bool(config.get("attention_bias", False))
     mlp_bias = bool(config.get("mlp_bias", False))
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         native=True,
         hidden_size=hidden_size,
         intermediate_size=size(config, "intermediate_size"),
-        num_layers=size(config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_kv_heads(config, num_heads, family.num_kv_heads),
         head_dim=head_dim,
         vocab_size=size(config, "vocab_size"),
-        context_length=_context(config, architecture, longest, context_length),
+        context_length=context,
         max_context_length=longest,
         softmax_scale=head_dim**-0.5,
         dtype=_dtype(config),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],
+        activation=_activation(config, family),
         rope=rope,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", family.tie_embeddings)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
     )
+    spec = replace(spec, windows=_windows(config, family, spec))
+    if family.decoder == "llama":
+        return spec
+    scores, logits = family.softcaps
+    return replace(
+        spec,
+        decoder=family.decoder,
+        softmax_scale=number(config, "query_pre_attn_scalar", _GEMMA_SCALAR) ** -0.5,
+        window_rope=window_rope,
+        local_layers=_local_layers(config, family, num_layers) if window_rope else (),
+        attention_softcap=_softcap(config, "attn_logit_softcapping", scores),
+        final_softcap=_softcap(config, "final_logit_softcapping", logits),
+    )
+
+
+def _ropes(
+    config: Mapping[str, Any], family: Family, head_dim: int, context_length: int | None
+) -> tuple[RopeSpec, RopeSpec | None, int]:
+    """The rope, that of the layers with a window if it is another one, and the longest context."""
+    if family.local_theta is not None:
+        full, local = read_layer_ropes(config, head_dim, context_length, family.local_theta)
+        return full, local, size(config, "max_position_embeddings")
+    rope = read_rope(config, head_dim, context_length)
+    return rope, None, longest_context(config, rope)
+
+
+def _windows(config: Mapping[str, Any], family: Family, spec: ModelSpec) -> tuple[int | None, ...]:
+    return read_windows(
+        config,
+        family.windows,
+        num_layers=spec.num_layers,
+        context_length=spec.context_length,
+        default=family.window,
+        period=family.period,
+    )
+
+
+def _local_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    is_local = local_layers(config, family.windows, num_layers=num_layers, period=family.period)
+    return tuple(layer for layer in range(num_layers) if is_local[layer])
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    # Gemma's early configurations name another function in hidden_act than they were trained with.
+    name, default = ("hidden_act", "silu")
+    if family.decoder == "gemma":
+        name, default = ("hidden_activation", "gelu_pytorch_tanh")
+    activation = config.get(name) or default
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"{name} {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
+def _softcap(config: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """A cap; null in the configuration means none, absence the default."""
+    if config.get(name, default) is None:
+        return None
+    cap = number(config, name, default or 0.0)
+    if cap <= 0:
+        raise ConfigError(f"{name} is {cap}, a cap is above 0; use null for none")
+    return cap
 
 
 def _foreign_spec(
@@ -268,6 +400,8 @@ def _foreign_spec(
     num_heads = size(config, "num_attention_heads")
     head_dim = optional_size(config, "head_dim") or hidden_size // num_heads
     longest = size(config, "max_position_embeddings")
+    context = _context(longest, context_length)
+    refuse_short_window(config, architecture, context)
     return ModelSpec(
         architecture=architecture,
         native=False,
@@ -278,7 +412,7 @@ def _foreign_spec(
         num_kv_heads=_kv_heads(config, num_heads, None),
         head_dim=head_dim,
         vocab_size=size(config, "vocab_size"),
-        context_length=_context(config, architecture, longest, context_length),
+        context_length=context,
         max_context_length=longest,
         softmax_scale=_foreign_scale(config, head_dim),
         dtype=_dtype(config),

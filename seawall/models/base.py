@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from seawall.attention.base import AttentionOp
+    from seawall.models.weights import Extras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,4 +55,9 @@ class CausalLM(Protocol):
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Every checkpoint name and the tensor, or view of a fused one, that holds it."""
+        ...
+
+    @property
+    def extras(self) -> Extras:
+        """What else a checkpoint of this model may carry."""
         ...

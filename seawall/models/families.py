@@ -1,7 +1,8 @@
 """The native families: what their checkpoints call each weight.
 
-Llama, Mistral, Qwen2 and Qwen3 share one naming. What differs between them in size and mathematics
-is in memory/spec.py; a family with other names gets its own function here.
+Llama, Mistral, Qwen2 and Qwen3 share one naming; Gemma has norms of its own. What differs between
+them in size and mathematics is in memory/spec.py; a family with other names gets its own function
+here.
 
     qkv     [q_proj rows | k_proj rows | v_proj rows]
     gate_up [gate_proj rows | up_proj rows]
@@ -11,13 +12,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from seawall.models.weights import Extras
+
 if TYPE_CHECKING:
     import torch
 
     from seawall.layers.attention import Attention
     from seawall.layers.linear import Linear
     from seawall.layers.mlp import GatedMLP
+    from seawall.memory.spec import ModelSpec
     from seawall.models.decoder import Decoder
+    from seawall.models.gemma import GemmaDecoder
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -31,11 +36,34 @@ def name_weights(model: Decoder) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
         views.update(_attention(prefix, layer.attention))
+        views[f"{prefix}post_attention_layernorm.weight"] = layer.mlp.norm.weight
         views.update(_mlp(prefix, layer.mlp))
     views["model.norm.weight"] = model.norm.weight
     if not model.spec.tie_embeddings:
         views[HEAD] = model.head.weight
     return views
+
+
+def name_gemma_weights(model: GemmaDecoder) -> dict[str, torch.Tensor]:
+    """The same for Gemma: post_attention_layernorm is what it says there, not the MLP's own."""
+    views = {EMBEDDING: model.embedding.weight}
+    for index, layer in enumerate(model.layers):
+        prefix = f"model.layers.{index}."
+        views.update(_attention(prefix, layer.attention.inner))
+        views[f"{prefix}post_attention_layernorm.weight"] = layer.attention.post_norm.weight
+        views[f"{prefix}pre_feedforward_layernorm.weight"] = layer.mlp.inner.norm.weight
+        views.update(_mlp(prefix, layer.mlp.inner))
+        views[f"{prefix}post_feedforward_layernorm.weight"] = layer.mlp.post_norm.weight
+    views["model.norm.weight"] = model.norm.weight
+    if not model.spec.tie_embeddings:
+        views[HEAD] = model.head.weight
+    return views
+
+
+def extras(spec: ModelSpec) -> Extras:
+    """What a checkpoint may carry beside the model's weights."""
+    copies = ((HEAD, EMBEDDING),) if spec.tie_embeddings else ()
+    return Extras(harmless_suffixes=HARMLESS_SUFFIXES, copies=copies)
 
 
 def _attention(prefix: str, attention: Attention) -> dict[str, torch.Tensor]:
@@ -61,8 +89,7 @@ def _attention(prefix: str, attention: Attention) -> dict[str, torch.Tensor]:
 def _mlp(prefix: str, mlp: GatedMLP) -> dict[str, torch.Tensor]:
     middle = mlp.gate_up.weight.shape[0] // 2
     rows = {"gate_proj": slice(0, middle), "up_proj": slice(middle, None)}
-    views = {f"{prefix}post_attention_layernorm.weight": mlp.norm.weight}
-    views.update(_linear(f"{prefix}mlp.", mlp.gate_up, rows))
+    views = _linear(f"{prefix}mlp.", mlp.gate_up, rows)
     views.update(_linear(f"{prefix}mlp.", mlp.down, {"down_proj": slice(None)}))
     return views
 

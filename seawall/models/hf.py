@@ -28,7 +28,8 @@ from seawall.core.errors import ModelError
 from seawall.device.dtypes import torch_dtype
 from seawall.models.base import HeadWeights
 from seawall.models.hf_check import check_routing
-from seawall.models.weights import check_files, fill_random
+from seawall.models.kv_scales import is_kv_scale
+from seawall.models.weights import Extras, check_files, fill_random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,6 +102,7 @@ class TransformersModel:
         self._spec = spec
         self._head = _head(module)
         self._weights = dict(module.named_parameters())
+        self._extras = Extras(harmless_suffixes=HARMLESS_SUFFIXES, copies=_copies(module))
 
     def forward(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionOp
@@ -124,6 +126,11 @@ class TransformersModel:
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Parameters by transformers' names; tied ones once."""
         return self._weights
+
+    @property
+    def extras(self) -> Extras:
+        """Buffers of old checkpoints, and the other names of tied parameters."""
+        return self._extras
 
 
 def _attend(
@@ -220,7 +227,11 @@ def _trained_module(config: Any, request: LoadRequest, device: torch.device) -> 
         f"{name} of shape {list(found)} instead of {list(expected)}"
         for name, found, expected in info["mismatched_keys"]
     ]
-    unexpected = [name for name in info["unexpected_keys"] if not name.endswith(HARMLESS_SUFFIXES)]
+    unexpected = [
+        name
+        for name in info["unexpected_keys"]
+        if not (name.endswith(HARMLESS_SUFFIXES) or is_kv_scale(name))
+    ]
     problems = {
         "misshapen tensor": sorted(misshapen),
         "missing tensor": sorted(info["missing_keys"]),
@@ -281,6 +292,14 @@ def _own_logits(module: Any, tokens_T: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = module(input_ids=tokens_T.unsqueeze(0), use_cache=False).logits[0]
     module.set_attn_implementation(ATTENTION_NAME)
     return logits
+
+
+def _copies(module: Any) -> tuple[tuple[str, str], ...]:
+    """The names of tied parameters beside the first, and the first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    everything = module.named_parameters(remove_duplicate=False)
+    pairs = ((name, first[id(parameter)]) for name, parameter in everything)
+    return tuple((name, original) for name, original in pairs if name != original)
 
 
 def _head(module: Any) -> HeadWeights:

@@ -3,7 +3,7 @@
 Files are mapped, one tensor is looked at at a time, and its rows go in bounded pieces into tensors
 that the arena has made already, converted on the way: host memory holds one piece, never the
 checkpoint. Everything that does not match exactly is an error that names the tensor, both shapes
-and the file.
+and the file, found before the first tensor is written.
 
 Owns no tensor.
 """
@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from seawall.core.errors import ModelError
+from seawall.models.kv_scales import is_kv_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 SINGLE_FILE = "model.safetensors"
@@ -41,28 +42,45 @@ class Extras:
 
 
 def fill_from_folder(folder: Path, views: Mapping[str, torch.Tensor], extras: Extras) -> None:
-    """Copies every tensor of a checkpoint into the view of its name.
+    """Copies every tensor of a checkpoint into the view of its name; all of them, or none.
 
     Raises:
         ModelError: a file is missing or unreadable, or a tensor is missing, unexpected, doubled, of
-            another shape, or not of a floating type.
+            another shape, or not of a floating type. No view was written.
+    """
+    check_folder(folder, views, extras)
+    copy_folder(folder, views)
+
+
+def copy_folder(folder: Path, views: Mapping[str, torch.Tensor]) -> None:
+    """Copies the tensors of a checkpoint that was checked."""
+    for name, tensor, _ in read_tensors(folder):
+        if name in views:
+            copy_pieces(tensor, views[name])
+
+
+def check_folder(folder: Path, views: Mapping[str, torch.Tensor], extras: Extras) -> None:
+    """Finds out whether `fill_from_folder` would succeed; reads headers, and copies of weights.
+
+    Raises:
+        ModelError: as there.
     """
     copies = dict(extras.copies)
-    found: dict[str, str] = {}
-    late: list[tuple[str, Path]] = []
+    found: dict[str, Path] = {}
     for name, tensor, path in read_tensors(folder):
         if name in found:
-            raise ModelError(f"{name} is in two files, {found[name]} and {path.name}; keep one")
-        if name in copies and name not in views:
-            late.append((name, path))
-        elif name in views:
-            _copy(name, tensor, views[name], path)
-        elif not name.endswith(extras.harmless_suffixes):
+            raise ModelError(
+                f"{name} is in two files, {found[name].name} and {path.name}; keep one"
+            )
+        if name in views or name in copies:
+            _check_shape(name, tensor, views[copies.get(name, name)], path)
+            _check_type(name, tensor, path)
+        elif not (name.endswith(extras.harmless_suffixes) or is_kv_scale(name)):
             raise ModelError(
                 f"{path}: unexpected tensor {name} of shape {list(tensor.shape)}; "
                 "the configuration does not describe this checkpoint"
             )
-        found[name] = path.name
+        found[name] = path
     missing = [name for name in views if name not in found]
     if missing:
         shape = list(views[missing[0]].shape)
@@ -71,8 +89,52 @@ def fill_from_folder(folder: Path, views: Mapping[str, torch.Tensor], extras: Ex
             f"({len(missing)} missing in all); "
             "the checkpoint is incomplete or config.json is another model's"
         )
-    for name, path in late:
-        _check_copy(name, path, views, copies[name])
+    for name, original in extras.copies:
+        if name in found:
+            _check_copy(name, found[name], original, found[original])
+
+
+def check_tensors(
+    tensors: Sequence[tuple[str, torch.Tensor]], views: Mapping[str, torch.Tensor], extras: Extras
+) -> dict[str, torch.Tensor]:
+    """What to copy where for an update of some weights, by the name of the view.
+
+    Raises:
+        ModelError: a name that is not known or comes twice, another shape or dtype, or a copy that
+            differs from the weight it is tied to. Nothing was written.
+    """
+    copies = dict(extras.copies)
+    given: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        view = views.get(copies.get(name, name))
+        if view is None:
+            raise ModelError(f"weight {name}: the model has none of that name; see its checkpoint")
+        if name in given:
+            raise ModelError(f"weight {name}: given twice; give it once")
+        if tensor.shape != view.shape or tensor.dtype != view.dtype:
+            raise ModelError(
+                f"weight {name}: got {_described(tensor)}, the model has {_described(view)}; "
+                "convert it first"
+            )
+        given[name] = tensor
+    found = {name: tensor for name, tensor in given.items() if name not in copies}
+    for name, tensor in given.items():
+        original = copies.get(name)
+        if original is not None and not _equal(tensor, found.setdefault(original, tensor)):
+            raise ModelError(
+                f"weight {name}: differs from {original}, to which the configuration ties it; "
+                "give one of them"
+            )
+    return found
+
+
+def copy_pieces(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Copies into a tensor of the same shape; what is converted on the way is one piece."""
+    if tensor.dim() == 0:
+        view.copy_(tensor)
+        return
+    for start, end in _pieces(tensor):
+        view[start:end].copy_(tensor[start:end])
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor, Path]]:
@@ -144,29 +206,35 @@ def fill_random(views: Mapping[str, torch.Tensor], seed: int) -> None:
             view.fill_(1.0)
 
 
-def _copy(name: str, tensor: torch.Tensor, view: torch.Tensor, path: Path) -> None:
-    _check_shape(name, tensor, view, path)
+def _check_type(name: str, tensor: torch.Tensor, path: Path) -> None:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ModelError(
             f"{path}: tensor {name} is of type {str(tensor.dtype).removeprefix('torch.')}; "
             "quantized weights are not built yet"
         )
-    for start, end in _pieces(tensor):
-        view[start:end].copy_(tensor[start:end])
 
 
-def _check_copy(name: str, path: Path, views: Mapping[str, torch.Tensor], original: str) -> None:
-    view = views[original]
-    with safe_open(path, framework="pt") as file:
-        tensor = file.get_tensor(name)
-        _check_shape(name, tensor, view, path)
-        for start, end in _pieces(tensor):
-            piece = tensor[start:end].to(device=view.device, dtype=view.dtype)
-            if not torch.equal(piece, view[start:end]):
-                raise ModelError(
-                    f"{path}: tensor {name} differs from {original}, though the "
-                    "configuration ties them; override tie_word_embeddings to false"
-                )
+def _check_copy(name: str, path: Path, original: str, original_path: Path) -> None:
+    with (
+        safe_open(path, framework="pt") as file,
+        safe_open(original_path, framework="pt") as original_file,
+    ):
+        if not _equal(file.get_tensor(name), original_file.get_tensor(original)):
+            raise ModelError(
+                f"{path}: tensor {name} differs from {original}, though the "
+                "configuration ties them; override tie_word_embeddings to false"
+            )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of the same shape hold the same numbers, piece by piece."""
+    if a is b:
+        return True
+    return all(bool((a[start:end] == b[start:end]).all()) for start, end in _pieces(a))
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _check_shape(name: str, tensor: torch.Tensor, view: torch.Tensor, path: Path) -> None:

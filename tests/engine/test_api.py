@@ -527,18 +527,6 @@ def test_engines_that_cannot_be(tiny: Path, tmp_path: Path) -> None:
         open_engine(tiny, logits_workspace=1024)
 
 
-def test_what_is_not_built_says_so(demo: Engine) -> None:
-    for call in (
-        lambda: demo.release_memory_occupation(["kv_cache"]),
-        lambda: demo.resume_memory_occupation(),
-        lambda: demo.update_weights_from_disk("demo"),
-        lambda: demo.update_weights_from_tensor([]),
-        lambda: demo.get_weights_by_name("model.norm.weight"),
-    ):
-        with pytest.raises(ConfigError, match="not built yet"):
-            call()
-
-
 def test_empty_text_is_refused(demo: Engine) -> None:
     for text in ("", ["some", ""]):
         with pytest.raises(RequestError, match="empty text"):

@@ -22,6 +22,9 @@ GPT2: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+WINDOW = {"sliding_window": 8}
+DEEP = SIZES | {"num_hidden_layers": 3}
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 20, **WINDOW}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
@@ -29,6 +32,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "mistral, windows": lambda: transformers.MistralConfig(**SIZES, **WINDOW),
+    "qwen2, windows": lambda: transformers.Qwen2Config(
+        **DEEP, **WINDOW, use_sliding_window=True, max_window_layers=1
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **DEEP, **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=3.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**DEEP, **GEMMA, sliding_window_pattern=3),
 }
 PAGE_SIZES, CHUNKS, NO_RADIX = (1, 16, 64), (1, 7, -1), (False, True)
 PRODUCT = list(itertools.product(PAGE_SIZES, CHUNKS, NO_RADIX))
@@ -44,7 +55,7 @@ COVERING = [
     (64, 7, True),
     (64, -1, False),
 ]
-# Two settings for each family, so that the six families cover all of them, twice over with Llama.
+# Two settings for each family, so that the families cover all of them, those with windows nearly.
 SHARE = 2
 PROMPTS = [
     list(prompt(n, seed)) for n, seed in ((1, 1), (6, 2), (17, 3), (33, 4), (17, 3), (40, 3))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seawall.attention import chunked, ragged
-from seawall.attention.base import AttentionRows
+from seawall.attention import ragged
+from seawall.attention.base import AttentionRows, ScoreRules
+from seawall.attention.hybrid import HybridAttention
 from seawall.attention.torch_sdpa import TorchAttention
 from seawall.device.arena import Arena
 from seawall.kernels.attention_reference import reference_attention
@@ -58,9 +59,13 @@ class Case:
         dtype: torch.dtype = torch.float32,
         shuffled: bool = False,
         context: int | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        kv_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        self.rows, self.page_size, self.dtype = rows, page_size, dtype
+        self.rows, self.page_size, self.dtype, self.window = rows, page_size, dtype, window
         self.scale = 1 / math.sqrt(head_dim)
         self.rng = np.random.default_rng(seed)
         longest = max((row.start + row.length for row in rows), default=1)
@@ -71,8 +76,14 @@ class Case:
             page_size=page_size,
         )
         self.shape = AttentionShape(
-            num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            windows=() if window is None else (window,),
+            attention_softcap=softcap,
         )
+        self.sinks = self.normal(LAYERS, kv_heads * group).float() * 2 if sinks else None
+        self.softcap = softcap
         per_row = -(-longest // page_size)
         num_pages = (len(rows) + 1) * per_row
         ids = self.rng.permutation(num_pages) if shuffled else np.arange(num_pages)
@@ -84,6 +95,9 @@ class Case:
                 shared = min(row.start, rows[row.prefix_of].start) // page_size
                 table[self.seats[index], :shared] = table[self.seats[row.prefix_of], :shared]
             table[self.seats[index], -(-(row.start + row.length) // page_size) :] = 2**30
+        # Entries of columns that have left the window are stale.
+        for index, row in enumerate(rows):
+            table[self.seats[index], : self.first_seen(row.start) // page_size] = 2**30
         self.table = table
         self.arena = Arena.unbounded(CPU)
         self.pool = KVPool(
@@ -93,7 +107,7 @@ class Case:
             page_size=page_size,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            dtype=dtype,
+            dtype=kv_dtype or dtype,
         )
         self.backend = TorchAttention(
             self.pool,
@@ -101,6 +115,8 @@ class Case:
             num_heads=kv_heads * group,
             scale=self.scale,
             limits=self.limits,
+            dtype=dtype,
+            rules=ScoreRules(window=window, softcap=softcap, sinks=self.sinks),
         )
         self._fill_cached()
         tokens = sum(row.length for row in rows)
@@ -112,6 +128,9 @@ class Case:
     def normal(self, *shape: int) -> Tensor:
         return torch.from_numpy(self.rng.standard_normal(shape)).to(self.dtype)
 
+    def first_seen(self, position: int) -> int:
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
     def slots(self, index: int, begin: int, end: int) -> Tensor:
         position = np.arange(begin, end)
         pages = self.table[self.seats[index]][position // self.page_size]
@@ -122,7 +141,7 @@ class Case:
             self.pool.keys(layer).fill_(math.nan)
             self.pool.values(layer).fill_(math.nan)
             for index, row in enumerate(self.rows):
-                slots = self.slots(index, 0, row.start + row.cached)
+                slots = self.slots(index, self.first_seen(row.start), row.start + row.cached)
                 shape = (len(slots), self.shape.num_kv_heads, self.shape.head_dim)
                 self.pool.write(layer, slots, self.normal(*shape), self.normal(*shape))
 
@@ -154,7 +173,17 @@ class Case:
             for index, row in enumerate(self.rows)
         ]
         keys, values = self.pool.keys(layer), self.pool.values(layer)
-        return reference_attention(self.q, keys, values, rows, self.page_size, self.scale)
+        return reference_attention(
+            self.q,
+            keys,
+            values,
+            rows,
+            self.page_size,
+            self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks_H=None if self.sinks is None else self.sinks[layer],
+        )
 
     def check(self) -> None:
         before = [self.pool.keys(1).clone(), self.pool.values(1).clone()]
@@ -182,7 +211,8 @@ def small_blocks(
         patch.setattr(footprint_attention, "BLOCK_TOKENS", block)
         patch.setattr(footprint_attention, "MAX_ENTRIES", entries)
         patch.setattr(footprint_attention, "QUERY_TOKENS", query)
-        patch.setattr(chunked, "QUERY_TOKENS", query)
+        patch.setattr(footprint_attention, "CAPPED_QUERY_TOKENS", query)
+        patch.setattr(footprint_attention, "CAPPED_BLOCK_TOKENS", block)
         patch.setattr(ragged, "MIN_RAGGED_TOKENS", ragged_from)
         yield
 
@@ -213,6 +243,11 @@ shapes = {
     "shuffled": st.booleans(),
     "seed": st.integers(0, 2**16),
 }
+rules = {
+    "window": st.one_of(st.none(), st.integers(1, 9), st.sampled_from([10, 31, 32, 33, 64, 200])),
+    "softcap": st.sampled_from([None, 1.5, 30.0]),
+    "sinks": st.booleans(),
+}
 
 
 @settings(max_examples=120, deadline=None)
@@ -234,6 +269,100 @@ def test_any_mix_agrees_with_the_twin(
 ) -> None:
     with small_blocks(block=block, query=query, entries=entries, ragged_from=ragged_from):
         Case(rows, **shape).check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=row_lists(),
+    block=st.sampled_from([8, 64, 1024]),
+    query=st.sampled_from([1, 4, 256]),
+    entries=st.sampled_from([0, 500, 4000, 10**6]),
+    ragged_from=st.sampled_from([1, 4, 10**6]),
+    shape=st.fixed_dictionaries(shapes | rules),
+)
+def test_windows_caps_and_sinks_agree_with_the_twin(
+    rows: list[Row],
+    block: int,
+    query: int,
+    entries: int,
+    ragged_from: int,
+    shape: dict[str, Any],
+) -> None:
+    with small_blocks(block=block, query=query, entries=entries, ragged_from=ragged_from):
+        Case(rows, **shape).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=row_lists(), block=st.sampled_from([8, 1024]), shape=st.fixed_dictionaries(shapes | rules)
+)
+def test_narrow_types_keep_windows_caps_and_sinks(
+    dtype: torch.dtype, rows: list[Row], block: int, shape: dict[str, Any]
+) -> None:
+    with small_blocks(block=block, query=4):
+        Case(rows, dtype=dtype, **shape).check()
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("ragged_from", [1, 10**6])
+def test_windows_of_default_blocks(softcap: float | None, ragged_from: int) -> None:
+    rows = [
+        Row(start=1700, length=330, cached=5),
+        Row(start=0, length=700),
+        Row(start=900, length=1),
+        Row(start=40, length=1),
+    ]
+    with small_blocks(entries=footprint_attention.MAX_ENTRIES, ragged_from=ragged_from):
+        Case(rows, window=600, softcap=softcap, sinks=True, shuffled=True, page_size=16).check()
+
+
+def test_a_window_lets_a_token_see_itself_and_those_just_before() -> None:
+    """Values that are the positions: the average over the window is known."""
+    for window, expected in ((1, 20.0), (2, 19.5), (5, 18.0), (64, 10.0)):
+        case = Case([Row(start=0, length=21)], window=window, kv_heads=1, group=1, head_dim=1)
+        case.q.zero_()
+        case.v.copy_(torch.arange(21.0)[:, None, None])
+        assert case.run()[20].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_sink_takes_its_share_and_a_cap_bounds_scores() -> None:
+    case = Case([Row(start=0, length=1)], kv_heads=1, group=1, head_dim=1, softcap=2.0, sinks=True)
+    assert case.sinks is not None
+    case.sinks.fill_(1.0)
+    case.q.fill_(100.0)
+    case.k.fill_(100.0)
+    case.v.fill_(1.0)
+    # The score is 2 at the cap, the sink's is 1.
+    assert case.run().item() == pytest.approx(1 / (1 + math.exp(1 - 2)), abs=1e-5)
+
+
+@pytest.mark.parametrize("has_full", [True, False])
+def test_layers_of_two_classes_keep_to_their_pools(has_full: bool) -> None:
+    """Each class counts its layers by itself, and reads and writes through its own table."""
+    rows = [Row(start=40, length=3), Row(start=0, length=9), *(Row(start=30, length=1),) * 4]
+    windows: tuple[int | None, ...] = (7, None, 7, None) if has_full else (7, 7)
+    full, window = Case(rows, seed=1), Case(rows, window=7, shuffled=True, seed=2)
+    window_table = np.empty_like(window.table)
+    window_table[full.seats] = window.table[window.seats]
+    hybrid = HybridAttention(
+        windows, full=full.backend if has_full else None, window=window.backend
+    )
+    asked = AttentionRows(
+        seats=full.seats,
+        starts=full.asked().starts,
+        write_starts=full.asked().write_starts,
+        lengths=full.asked().lengths,
+        page_table=full.table,
+        window_page_table=window_table,
+    )
+    with torch.inference_mode():
+        hybrid.prepare(asked)
+        for layer, size in enumerate(windows):
+            case = full if size is None else window
+            index = windows[:layer].count(size)
+            found = hybrid.run(case.q, case.k, case.v, layer)
+            torch.testing.assert_close(found, case.expected(index), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -417,8 +546,9 @@ class StorageCount(TorchDispatchMode):
 
 def peak_of(case: Case) -> int:
     """The most transient bytes of a step, the output left out."""
-    inputs = {id(tensor.untyped_storage()) for tensor in (case.q, case.k, case.v)}
-    kept = [case.q.untyped_storage(), case.k.untyped_storage(), case.v.untyped_storage()]
+    tensors = [case.q, case.k, case.v, *([] if case.sinks is None else [case.sinks])]
+    kept = [tensor.untyped_storage() for tensor in tensors]
+    inputs = {id(storage) for storage in kept}
 
     def known(tensor: Tensor) -> bool:
         return id(tensor.untyped_storage()) in inputs or case.arena.owner(tensor) is not None
@@ -426,7 +556,6 @@ def peak_of(case: Case) -> int:
     with StorageCount(known) as count:
         out = case.run()
     assert count.now == out.untyped_storage().nbytes(), "a step keeps tensors alive"
-    assert len(kept) == 3
     return count.peak - out.untyped_storage().nbytes()
 
 
@@ -441,7 +570,7 @@ def check_memory(case: Case) -> None:
     rows=row_lists(),
     entries=st.sampled_from([0, 4000, 10**6]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    shape=st.fixed_dictionaries(shapes),
+    shape=st.fixed_dictionaries(shapes | rules),
 )
 def test_any_mix_stays_within_its_footprint(
     rows: list[Row], entries: int, dtype: torch.dtype, shape: dict[str, Any]
@@ -451,6 +580,7 @@ def test_any_mix_stays_within_its_footprint(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rules", [{}, {"window": 400, "softcap": 30.0}], ids=["plain", "capped"])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -461,8 +591,10 @@ def test_any_mix_stays_within_its_footprint(
     ],
     ids=["fresh", "cached", "decode", "short"],
 )
-def test_large_steps_stay_within_their_footprint(dtype: torch.dtype, rows: list[Row]) -> None:
-    check_memory(Case(rows, dtype=dtype, shuffled=True, head_dim=64, page_size=16))
+def test_large_steps_stay_within_their_footprint(
+    dtype: torch.dtype, rows: list[Row], rules: dict[str, Any]
+) -> None:
+    check_memory(Case(rows, dtype=dtype, shuffled=True, head_dim=64, page_size=16, **rules))
 
 
 @pytest.mark.parametrize("context", [2048, 131072])

@@ -71,13 +71,39 @@ def tokens(count: int, *, seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+class SpecAttention(DenseAttention):
+    """Dense attention by a specification: windows and capped scores too."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec.softmax_scale)
+        self._spec = spec
+
+    def _row(self, name: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if name in self._stored:
+            k = torch.cat((self._stored[name][0], k))
+            v = torch.cat((self._stored[name][1], v))
+        self._stored[name] = (k, v)
+        spec, group = self._spec, q.shape[1] // k.shape[1]
+        keys, values = (part.repeat_interleave(group, dim=1).float() for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * spec.softmax_scale
+        if spec.attention_softcap is not None:
+            scores = torch.tanh(scores / spec.attention_softcap) * spec.attention_softcap
+        own = torch.arange(len(k) - len(q), len(k))[:, None]
+        hidden = torch.arange(len(k)) > own
+        window = spec.windows[name[1]] if spec.windows else None
+        if window is not None:
+            hidden |= torch.arange(len(k)) <= own - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
 def forward(model: CausalLM, spec: ModelSpec, *sequences: Tensor, steps: tuple[int, ...]) -> Tensor:
     """Logits of the first sequence, all sequences packed into each step.
 
     `steps` are the lengths of the pieces in which every sequence is computed; a sequence that is
     shorter than the pieces so far has no tokens in the step.
     """
-    attention = DenseAttention(spec.softmax_scale)
+    attention = SpecAttention(spec)
     first: list[Tensor] = []
     start = 0
     with torch.inference_mode():

@@ -28,7 +28,14 @@ class NoAttention:
 @st.composite
 def specs(draw: st.DrawFn) -> ModelSpec:
     num_kv_heads = draw(st.sampled_from((1, 2, 3)))
-    names = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    names = (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    )
     config = {
         "architectures": [draw(st.sampled_from(names))],
         "hidden_size": draw(st.sampled_from((16, 64, 200))),

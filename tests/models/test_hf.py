@@ -62,7 +62,7 @@ MODELS: dict[str, Any] = {
         **SIZES, attention_multiplier=0.3, logits_scaling=3.0, residual_multiplier=0.5
     ),
     "cohere, scaled logits": transformers.CohereConfig(**SIZES, logit_scale=0.3),
-    "gemma2, capped logits": transformers.Gemma2Config(
+    "vaultgemma, capped logits": transformers.VaultGemmaConfig(
         **SIZES,
         head_dim=12,
         query_pre_attn_scalar=20,

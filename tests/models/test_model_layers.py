@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 from torch.nn import functional
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from seawall.kernels import reference
+from seawall.layers.embedding import ScaledEmbedding
 from seawall.layers.linear import Linear
-from seawall.layers.norm import RMSNorm
+from seawall.layers.norm import OffsetRMSNorm, RMSNorm
 from seawall.layers.rope import Rotary, inverse_frequencies
 from seawall.memory.rope_spec import RopeSpec
 
@@ -129,3 +131,27 @@ def test_linear_adds_to_the_residual(has_bias: bool) -> None:
     expected = residual + linear(x)
     linear.add_to(residual, x)
     assert torch.allclose(residual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_offset_norm_is_that_of_gemma(dtype: torch.dtype) -> None:
+    """Against transformers' own, to the bit in 16 bits: rounded once, after 1 + weight."""
+    x = torch.randn(7, 3, 24).to(dtype)
+    theirs = Gemma3RMSNorm(24, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        theirs.weight.normal_(0.0, 0.5)
+        expected = theirs(x)
+        ours = OffsetRMSNorm(theirs.weight, 1e-5)
+        assert torch.allclose(ours(x), expected, rtol=0, atol=2e-6 if dtype.itemsize == 4 else 0)
+        copy = x.clone()
+        assert ours.apply_(copy) is copy
+        assert torch.equal(copy, ours(x))
+        assert not torch.allclose(RMSNorm(theirs.weight, 1e-5)(x), expected, atol=0.1)
+
+
+def test_a_scaled_embedding_leaves_its_matrix_alone() -> None:
+    weight = torch.randn(5, 4)
+    kept = weight.clone()
+    found = ScaledEmbedding(weight, 2.5)(torch.tensor([3, 0, 3]))
+    assert torch.equal(found, kept[[3, 0, 3]] * 2.5)
+    assert torch.equal(weight, kept)

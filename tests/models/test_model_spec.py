@@ -1,6 +1,7 @@
 """Reading config.json: sizes, names of older families, rope forms, overrides, refusals."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,25 +171,112 @@ def test_context_length_is_checked() -> None:
             ModelSpec.from_config(LLAMA_8B, context_length=length)
 
 
-def test_windows_are_refused_when_they_would_bind() -> None:
+def test_windows_of_mistral() -> None:
     mistral = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
-    assert ModelSpec.from_config(mistral, context_length=4096).context_length == 4096
-    with pytest.raises(ConfigError, match="windows are not built yet; set context_length to at m"):
-        ModelSpec.from_config(mistral, context_length=4097)
+    spec = ModelSpec.from_config(mistral, context_length=4097)
+    assert spec.windows == (4096,) * 32
+    assert (spec.window, spec.num_window_layers, spec.num_full_layers) == (4096, 32, 0)
+    # A window that the context never outgrows is none.
+    assert ModelSpec.from_config(mistral, context_length=4096).windows == ()
     # Absent means 4096 for Mistral, null means none.
     del mistral["sliding_window"]
-    with pytest.raises(ConfigError, match="sliding_window 4096"):
-        ModelSpec.from_config(mistral)
-    assert ModelSpec.from_config(mistral | {"sliding_window": None}).context_length == 131072
+    assert ModelSpec.from_config(mistral).window == 4096
+    assert ModelSpec.from_config(mistral | {"sliding_window": None}).window is None
 
 
-def test_qwen_windows_count_only_when_switched_on() -> None:
+def test_windows_of_qwen_are_switched_on_and_begin_late() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
-    assert read(**qwen).context_length == 131072
-    with pytest.raises(ConfigError, match="sliding_window 4096"):
-        read(**qwen, use_sliding_window=True)
-    full = ["full_attention"] * 32
-    assert read(**qwen, use_sliding_window=True, layer_types=full).context_length == 131072
+    assert read(**qwen).windows == ()
+    late = read(**qwen, use_sliding_window=True, max_window_layers=30)
+    assert late.windows == (None,) * 30 + (4096,) * 2
+    assert read(**qwen, use_sliding_window=True).num_window_layers == 32 - 28
+    kinds = ["full_attention", "sliding_attention"] * 16
+    listed = read(**qwen, use_sliding_window=True, layer_types=kinds)
+    assert listed.windows == (None, 4096) * 16
+    full = read(**qwen, use_sliding_window=True, layer_types=["full_attention"] * 32)
+    assert full.windows == ()
+
+
+def test_windows_of_families_that_have_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sliding_window 4096 .* has no windows"):
+        read(sliding_window=4096)
+    assert read(sliding_window=4096, max_position_embeddings=4096).windows == ()
+    assert read(sliding_window=None).windows == ()
+    phi = LLAMA_8B | {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047}
+    with pytest.raises(ConfigError, match=r"native architectures only.* to at most 2047"):
+        ModelSpec.from_config(phi)
+
+
+def test_windows_of_two_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="windows of 4, 8 tokens"):
+        replace(read(num_hidden_layers=3), windows=(4, None, 8))
+
+
+GEMMA = LLAMA_8B | {"rope_scaling": None, "head_dim": 256, "hidden_act": "gelu"}
+
+
+def test_gemma_2_alternates_and_caps() -> None:
+    config = GEMMA | {"architectures": ["Gemma2ForCausalLM"], "max_position_embeddings": 8192}
+    spec = ModelSpec.from_config(config)
+    assert (spec.decoder, spec.activation, spec.tie_embeddings) == ("gemma", "gelu_tanh", True)
+    assert spec.windows == (4096, None) * 16
+    assert (spec.attention_softcap, spec.final_softcap) == (50.0, 30.0)
+    assert spec.softmax_scale == pytest.approx(1 / 16)
+    assert spec.window_rope is None
+    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    plain = ModelSpec.from_config(config | none | {"query_pre_attn_scalar": 144})
+    assert (plain.attention_softcap, plain.final_softcap) == (None, None)
+    assert plain.softmax_scale == pytest.approx(1 / 12)
+
+
+def test_gemma_3_has_two_ropes_in_both_forms() -> None:
+    config = GEMMA | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+    old = ModelSpec.from_config(
+        config
+        | {
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 512,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    assert old.windows == (512,) * 5 + (None, 512)
+    assert old.local_layers == (0, 1, 2, 3, 4, 6)
+    assert old.qk_norm
+    assert old.rope is not None
+    assert old.window_rope is not None
+    assert (old.rope.kind, old.rope.factor, old.rope.theta) == ("linear", 8.0, 1e6)
+    assert (old.window_rope.kind, old.window_rope.theta) == ("default", 1e4)
+    assert old.context_length == 131072
+    by_layer = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    del config["rope_theta"]
+    new = config | {"sliding_window": 512, "rope_parameters": by_layer}
+    assert ModelSpec.from_config(new) == old
+    # The local rope stays where no window binds.
+    short = ModelSpec.from_config(new, context_length=512)
+    assert (short.windows, short.local_layers) == ((), old.local_layers)
+    pattern = ModelSpec.from_config(new | {"sliding_window_pattern": 2})
+    assert pattern.windows == (512, None, 512, None, 512, None, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "later positions"),
+        ({"attn_logit_softcapping": 50.0}, "caps attention scores at 50.0"),
+        ({"final_logit_softcapping": -1.0}, "a cap is above 0"),
+        ({"rope_parameters": {"rope_type": "default"}}, "not an object by layer type"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"layer_types": ["sliding_attention"]}, "names 1 layers, num_hidden_layers is 32"),
+        ({"hidden_activation": "swiglu7"}, "hidden_activation 'swiglu7' is not one of"),
+    ],
+)
+def test_refusals_of_gemma_3(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelSpec.from_config(GEMMA | {"architectures": ["Gemma3ForCausalLM"]} | changes)
 
 
 def test_overrides() -> None:

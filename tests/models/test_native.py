@@ -75,6 +75,15 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 
+DEEP = SIZES | {"num_hidden_layers": 3}
+# Caps that the small scores of a random model meet.
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+}
+
 FAMILIES: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**SIZES),
     "llama, all heads": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -91,6 +100,43 @@ FAMILIES: dict[str, Any] = {
     "qwen2, tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
     "qwen3, biases": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    "mistral, window": transformers.MistralConfig(**SIZES, sliding_window=8),
+    "mistral, window of one": transformers.MistralConfig(**SIZES, sliding_window=1),
+    "qwen2, late windows": transformers.Qwen2Config(
+        **DEEP, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "qwen3, listed windows": transformers.Qwen3Config(
+        **DEEP,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=7,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma2": transformers.Gemma2Config(**DEEP, **GEMMA, sliding_window=8),
+    "gemma2, wide window": transformers.Gemma2Config(**DEEP, **GEMMA, sliding_window=64),
+    "gemma2, no caps": transformers.Gemma2Config(
+        **DEEP,
+        **GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        sliding_window=8,
+    ),
+    "gemma2, biases and an untied head": transformers.Gemma2Config(
+        **DEEP, **GEMMA, sliding_window=8, attention_bias=True, tie_word_embeddings=False
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **DEEP, head_dim=16, query_pre_attn_scalar=20, sliding_window=8, sliding_window_pattern=3
+    ),
+    "gemma3, wide window": transformers.Gemma3TextConfig(**DEEP, head_dim=16, sliding_window=64),
+    "gemma3, scaled": transformers.Gemma3TextConfig(
+        **DEEP,
+        head_dim=16,
+        sliding_window=8,
+        final_logit_softcapping=3.0,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
 }
 
 
@@ -144,8 +190,9 @@ def test_dynamic_rope_past_its_context_is_generation_token_by_token(tmp_path: Pa
     assert_same_logits(whole, torch.cat(rows))
 
 
-def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    theirs = random_model(transformers.Qwen3Config(**SIZES, head_dim=16))
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3"])
+def test_bfloat16_stays_close(name: str, tmp_path: Path) -> None:
+    theirs = random_model(FAMILIES[name])
     folder = save(theirs, tmp_path)
     ours, spec, arena = load(folder, dtype="bfloat16")
     sequence = tokens(LENGTH)
