@@ -7,6 +7,7 @@ from seawall.cli.engine_flags import (
     add_model,
     add_sampling_flags,
     natural,
+    naturals,
     positive,
     size,
 )
@@ -95,16 +96,6 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def serve(parser: argparse.ArgumentParser) -> None:
-    """`seawall serve`."""
-    add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=natural, default=30000, metavar="N", help="port (default: 30000)"
-    )
-    add_engine_flags(parser)
-
-
 def bench_offline(parser: argparse.ArgumentParser) -> None:
     """`seawall bench offline`."""
     group = parser.add_argument_group("workload")
@@ -180,5 +171,83 @@ def bench_compare(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=natural, default=1, metavar="N", help="of lengths and ids (default: 1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there too")
+
+
+def bench_memory(parser: argparse.ArgumentParser) -> None:
+    """`seawall bench memory`."""
+    parser.add_argument(
+        "--model-path", default="demo", metavar="MODEL", help="for peaks and growth (default: demo)"
+    )
+    parser.add_argument(
+        "--memory-budget",
+        default="256MiB",
+        metavar="BYTES",
+        help="of each engine (default: 256MiB)",
+    )
+    parser.add_argument(
+        "--num-requests",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="to each engine, and in each round (default: 64)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=12, metavar="N", help="of the long run (default: 12)"
+    )
+    parser.add_argument(
+        "--page-sizes",
+        type=naturals,
+        default=(1, 16, 64),
+        metavar="LIST",
+        help="of the tree (default: 1,16,64)",
+    )
+    parser.add_argument(
+        "--cached-tokens",
+        type=positive,
+        default=1_000_000,
+        metavar="N",
+        help="that the tree holds at most (default: 1000000)",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=positive,
+        default=131_072,
+        metavar="N",
+        help="of each prompt in the tree (default: 131072)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there too")
+
+
+def bench_logits(parser: argparse.ArgumentParser) -> None:
+    """`seawall bench logits`."""
+    lists = (
+        ("--rows", "rows scored at once (default: 1,64,1024; on CUDA 1,64,1024,8192)"),
+        ("--vocab", "vocabulary sizes (default: 32000; on CUDA 32000,128256)"),
+        ("--top-k", "best ids wanted a row (default: 0,20; on CUDA 0,1,8,20,100)"),
+    )
+    for flag, text in lists:
+        parser.add_argument(flag, type=naturals, metavar="LIST", help=text)
+    parser.add_argument(
+        "--hidden-size",
+        type=positive,
+        metavar="N",
+        help="columns of the LM head (default: 256; on CUDA 4096)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of rows and weights (default: float32; on CUDA bfloat16)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="of repeats, each way and shape (default: 0.5; on CUDA 1)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the result there too")

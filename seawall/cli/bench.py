@@ -14,6 +14,7 @@ from seawall.cli.command import DONE, FAILED, UsageError
 from seawall.cli.engine_flags import engine_args
 from seawall.core.config import EngineConfig
 from seawall.core.units import human_bytes
+from seawall.engine.devices import choose_device
 from seawall.engine.planning import make_plan
 from seawall.offline.engine import Engine
 
@@ -27,12 +28,14 @@ def run_offline(arguments: argparse.Namespace) -> int:
     if args.get("load_format") == "dummy":
         # Random weights write no text, and their folder need not have a tokenizer.
         args["skip_tokenizer_init"] = True
-    config = EngineConfig.from_args(args)
+    device = choose_device(args)
+    config = EngineConfig.from_args(args, device.name)
+    plan = make_plan(config, device_memory=device.memory_bytes)
     work = random_workload(
         num_requests=arguments.num_prompts,
         input_range=ratio_range(arguments.random_input_len, ratio, least=1),
         output_range=ratio_range(arguments.random_output_len, ratio, least=1),
-        vocab_size=make_plan(config).spec.vocab_size,
+        vocab_size=plan.spec.vocab_size,
         seed=arguments.seed,
     )
     ask = LogprobAsk(

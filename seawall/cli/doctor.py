@@ -122,7 +122,9 @@ def _torch() -> Iterable[Finding]:
         text=f"torch uses {threads} on {cores} cores",
         fix="" if threads <= cores else f"set OMP_NUM_THREADS={cores}: more than cores is slower",
     )
-    yield Finding(name="device", text="cpu (CUDA is not built yet in this version)")
+    devices: Any = importlib.import_module("seawall.engine.devices")
+    runtime = devices.make_runtime(devices.choose_device({}).name)
+    yield Finding(name="device", text=runtime.name)
 
 
 def _memory() -> Iterable[Finding]:

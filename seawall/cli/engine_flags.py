@@ -222,3 +222,8 @@ def natural(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"got {value}, the least is 0")
     return value
+
+
+def naturals(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between, for argparse."""
+    return tuple(natural(part) for part in text.split(","))

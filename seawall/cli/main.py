@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from seawall import __version__
-from seawall.cli import arguments
+from seawall.cli import arguments, serve_arguments
 from seawall.cli.command import DONE, FAILED, INTERRUPTED, USAGE, Command, UsageError
 from seawall.core.errors import BudgetError, SeawallError
 
@@ -61,10 +61,40 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=arguments.bench_compare,
         run="seawall.cli.bench:run_compare",
     ),
+    "bench logits": Command(
+        help="logprobs of rows with and without the logits matrix: time, bytes, error",
+        description="Measures each way on the same rows. The last line on stdout is one JSON.",
+        add_arguments=arguments.bench_logits,
+        run="seawall.cli.bench_logits:run",
+    ),
+    "bench memory": Command(
+        help="peaks against the plan, growth, and the speed of the prefix tree",
+        description="Needs no tokenizer. The last line on stdout is one JSON object.",
+        add_arguments=arguments.bench_memory,
+        run="seawall.cli.bench_memory:run",
+    ),
+    "bench serving": Command(
+        help="latency and throughput of a running server, with Poisson arrivals",
+        description="Measures a running server. The last line on stdout is one JSON object.",
+        add_arguments=serve_arguments.bench_serving,
+        run="seawall.cli.bench_serving:run",
+    ),
     "serve": Command(
-        help="HTTP server (not built yet)",
-        description="The HTTP server is not built yet in this version.",
-        add_arguments=arguments.serve,
+        help="HTTP server: OpenAI's API, SGLang's, and live memory",
+        description="Serves one model over HTTP until it is told to end (Ctrl-C or SIGTERM).",
+        add_arguments=serve_arguments.serve,
+        run="seawall.cli.serve:run",
+    ),
+    "top": Command(
+        help="live memory of a running server, in the terminal",
+        description="Draws plan, now and peak of each account of a running server.",
+        add_arguments=serve_arguments.top,
+        run="seawall.cli.top:run",
+    ),
+    "launch_server": Command(
+        help="the same, with the model as --model-path",
+        description="`seawall serve` with the arguments of `python -m sglang.launch_server`.",
+        add_arguments=serve_arguments.launch,
         run="seawall.cli.serve:run",
     ),
 }

@@ -35,11 +35,28 @@ def _as_text(plan: EnginePlan) -> str:
             "",
             f"longest request     {longest:,} tokens",
             f"requests at a time  {limits.max_running:,}, "
-            f"{plan.max_total_tokens // longest:,} of them at full length",
+            f"{min(limits.max_running, memory.num_at_once(longest)):,} of them at full length",
             f"tokens in a step    {limits.step_tokens:,}",
-            f"KV bytes a token    {memory.page_bytes // memory.page_size:,} "
-            f"({human_bytes(memory.page_bytes // memory.page_size)})",
+            f"KV bytes a token    {_per_token(memory.page_bytes, memory.page_size)}",
+            *_window_lines(plan),
         )
+    )
+
+
+def _per_token(page_bytes: int, page_size: int) -> str:
+    return f"{page_bytes // page_size:,} ({human_bytes(page_bytes // page_size)})"
+
+
+def _window_lines(plan: EnginePlan) -> tuple[str, ...]:
+    """What layers with a window add; nothing if there are none."""
+    spec, memory = plan.spec, plan.memory
+    if spec.window is None:
+        return ()
+    per_token = _per_token(memory.window_page_bytes, memory.page_size)
+    return (
+        f"in the window       {per_token} more, for the newest {spec.window:,} tokens",
+        f"layers              {spec.num_full_layers} see everything, {spec.num_window_layers} a "
+        f"window; a request holds {memory.window_pages_per_seq} window pages at most",
     )
 
 
@@ -55,6 +72,9 @@ def _as_json(plan: EnginePlan) -> dict[str, object]:
         "page_size": memory.page_size,
         "page_bytes": memory.page_bytes,
         "num_pages": memory.num_pages,
+        "window": spec.window,
+        "window_page_bytes": memory.window_page_bytes,
+        "num_window_pages": memory.num_window_pages,
         "max_total_tokens": plan.max_total_tokens,
         "max_top_logprobs": plan.max_top_k,
         "device": {

@@ -22,6 +22,7 @@ class Arg:
 
     Attributes:
         default: None where the engine decides.
+        cuda_default: the default where the engine runs on CUDA, if it is another.
         choices: values that are accepted now; empty for any.
         planned: values of the contract that are refused as not built yet.
     """
@@ -30,6 +31,7 @@ class Arg:
     kind: Kind
     default: object
     help: str
+    cuda_default: object = None
     choices: tuple[object, ...] = ()
     planned: tuple[object, ...] = ()
     minimum: float | None = None
@@ -58,8 +60,7 @@ ARGS: tuple[Arg, ...] = (
         kind="str",
         default="auto",
         help="where it runs",
-        choices=("auto", "cpu"),
-        planned=("cuda",),
+        choices=("auto", "cpu", "cuda"),
     ),
     Arg(
         name="context_length", kind="int", default=None, minimum=1, help="longest sequence, tokens"
@@ -77,9 +78,10 @@ ARGS: tuple[Arg, ...] = (
         name="max_running_requests",
         kind="int",
         default=128,
+        cuda_default=4096,
         minimum=1,
         maximum=65536,
-        help="sequences computed at a time",
+        help="sequences computed at a time; on CUDA 4096, or what host memory holds",
     ),
     Arg(
         name="max_queued_requests",
@@ -92,8 +94,9 @@ ARGS: tuple[Arg, ...] = (
         name="chunked_prefill_size",
         kind="int",
         default=512,
+        cuda_default=8192,
         minimum=-1,
-        help="prompt tokens a step; -1 for whole prompts",
+        help="prompt tokens a step; -1 for whole prompts; on CUDA 8192",
     ),
     Arg(
         name="max_prefill_tokens",
@@ -133,20 +136,28 @@ ARGS: tuple[Arg, ...] = (
     ),
     Arg(name="disable_radix_cache", kind="bool", default=False, help="no reuse of prefixes"),
     Arg(
+        name="radix_eviction_policy",
+        kind="str",
+        default="lru",
+        help="which cached prefix goes first: least recently or least often used, or lowest "
+        "priority",
+        choices=("lru", "lfu", "priority"),
+    ),
+    Arg(
         name="attention_backend",
         kind="str",
         default=None,
         help="attention kernels",
-        choices=("torch_native",),
-        planned=("triton", "flashinfer", "fa3"),
+        choices=("torch_native", "triton"),
+        planned=("flashinfer", "fa3"),
     ),
     Arg(
         name="sampling_backend",
         kind="str",
         default=None,
         help="sampling kernels",
-        choices=("pytorch",),
-        planned=("flashinfer", "triton"),
+        choices=("pytorch", "triton"),
+        planned=("flashinfer",),
     ),
     Arg(
         name="grammar_backend",
@@ -160,9 +171,8 @@ ARGS: tuple[Arg, ...] = (
         name="kv_cache_dtype",
         kind="str",
         default="auto",
-        help="of the KV pool; auto is the model's",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        planned=("fp8_e4m3", "fp8_e5m2"),
+        help="of the KV pool, whatever the model's is; auto is the model's",
+        choices=("auto", "float32", "bfloat16", "bf16", "float16", "fp8_e4m3", "fp8_e5m2"),
     ),
     Arg(
         name="disable_overlap_schedule",
@@ -176,7 +186,14 @@ ARGS: tuple[Arg, ...] = (
         default=False,
         help="no CUDA graphs (there are none on the CPU)",
     ),
-    Arg(name="cuda_graph_max_bs", kind="int", default=None, help="largest graph", planned=()),
+    Arg(
+        name="cuda_graph_max_bs",
+        kind="int",
+        default=None,
+        minimum=1,
+        maximum=4096,
+        help="decode rows of the largest graph, on CUDA only",
+    ),
     Arg(name="tp_size", kind="int", default=1, help="tensor-parallel ranks", choices=(1,)),
     Arg(name="dp_size", kind="int", default=1, help="data-parallel replicas", choices=(1,)),
     Arg(
@@ -279,6 +296,7 @@ class EngineArgs(TypedDict, total=False):
     schedule_conservativeness: float
     enable_mixed_chunk: bool
     disable_radix_cache: bool
+    radix_eviction_policy: str
     attention_backend: str | None
     sampling_backend: str | None
     grammar_backend: str | None
@@ -341,7 +359,11 @@ class ScheduleConfig:
     schedule_conservativeness: float
     enable_mixed_chunk: bool
     disable_radix_cache: bool
+    radix_eviction_policy: str
     disable_overlap_schedule: bool
+    disable_cuda_graph: bool
+    cuda_graph_max_bs: int | None
+    seats_given: bool
 
     def prefill_tokens(self, context_length: int) -> int:
         """Most prompt tokens in one step; whole prompts count as one context."""
@@ -363,8 +385,12 @@ class EngineConfig:
     logprobs_mode: Literal["raw", "processed"]
 
     @classmethod
-    def from_args(cls, args: Mapping[str, object]) -> "EngineConfig":
+    def from_args(cls, args: Mapping[str, object], device: str = "cpu") -> "EngineConfig":
         """Check arguments by the table and sort them into sections.
+
+        Args:
+            args: by name, as in the table.
+            device: what "auto" means on this machine.
 
         Raises:
             ConfigError: unknown name, wrong kind, value out of range, or a feature not built.
@@ -372,10 +398,16 @@ class EngineConfig:
         for name in args:
             if name not in _ARGS_BY_NAME:
                 raise ConfigError(f"engine argument: unknown name {name!r}; see `seawall --help`")
-        values = {arg.name: _value(arg, args.get(arg.name, arg.default)) for arg in ARGS}
+        asked = args.get("device", "auto")
+        device = device if asked == "auto" else str(asked)
+        values = {arg.name: _value(arg, args.get(arg.name, _default(arg, device))) for arg in ARGS}
+        seats = "max_running_requests"
+        values["seats_given"] = values[seats] != _default(_ARGS_BY_NAME[seats], device)
+        _check_backends(values, device)
         if values["chunked_prefill_size"] == 0:
             raise ConfigError("chunked_prefill_size: got 0, give 1 or more, or -1 for no chunks")
-        for name in ("cuda_graph_max_bs", "quantization"):
+        refused = ("cuda_graph_max_bs", "quantization") if device == "cpu" else ("quantization",)
+        for name in refused:
             if values[name] is not None:
                 raise ConfigError(f"{name}: got {values[name]!r}, not built yet; leave it out")
         if values["memory_budget"] is not None and values["mem_fraction_static"] is not None:
@@ -387,7 +419,7 @@ class EngineConfig:
             model=ModelConfig(**_section(ModelConfig, values)),  # type: ignore[arg-type]
             memory=MemoryConfig(**_section(MemoryConfig, values)),  # type: ignore[arg-type]
             schedule=ScheduleConfig(**_section(ScheduleConfig, values)),  # type: ignore[arg-type]
-            device="cpu",
+            device=device,
             random_seed=values["random_seed"],  # type: ignore[arg-type]
             log_level=str(values["log_level"]),
             logprobs_mode="raw" if values["logprobs_mode"] == "raw" else "processed",
@@ -401,6 +433,24 @@ def environment_flag(name: str) -> bool:
 
 def _section(section: type, values: Mapping[str, object]) -> dict[str, object]:
     return {f.name: values[f.name] for f in fields(section)}
+
+
+def _default(arg: Arg, device: str) -> object:
+    """What an argument is that was not given."""
+    return arg.default if device == "cpu" or arg.cuda_default is None else arg.cuda_default
+
+
+def _check_backends(values: Mapping[str, object], device: str) -> None:
+    """Each device has one backend of its own for attention and one for sampling."""
+    own = {
+        "attention_backend": "torch_native" if device == "cpu" else "triton",
+        "sampling_backend": "pytorch" if device == "cpu" else "triton",
+    }
+    for name, backend in own.items():
+        if values[name] not in (None, backend):
+            raise ConfigError(
+                f"{name}: got {values[name]!r}, on {device} there is {backend!r}; leave it out"
+            )
 
 
 def _value(arg: Arg, value: object) -> object:

@@ -76,6 +76,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
         output_scores: logprobs of `output_ids`.
         finish: set on the last message of the sample.
         cached_tokens: prompt tokens that were not computed for this sample.
+        weight_version: of the weights that computed it.
     """
 
     rid: str
@@ -86,6 +87,7 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     cached_tokens: int = 0
     num_retractions: int = 0
+    weight_version: str = "default"
 
 
 class CacheFlushed(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ reproducing the same sizes. One writer: the core thread.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,7 @@ class Arena:
         self._blocks: dict[str, list[_Block]] = {}
         # Keys are id(storage): stable, because the block above keeps the storage object alive.
         self._owner: dict[int, str] = {}
-        self._released: set[str] = set()
+        self._released: dict[str, list[_Block]] = {}
         self._sealed = False
 
     @classmethod
@@ -117,16 +117,23 @@ class Arena:
         """Refuses new tensors from here on; release and restore stay legal."""
         self._sealed = True
 
-    def release(self, account: str) -> None:
+    def release(self, account: str, only: Iterable[torch.Tensor] | None = None) -> None:
         """Gives the memory of an account back; its tensors stay valid objects of no bytes.
 
         Whoever holds addresses into the account (captured graphs) must drop them first.
+
+        Args:
+            account: whose memory.
+            only: tensors of the account to release; None for all there are.
 
         Raises:
             EngineError: released already, or the account has memory that PyTorch cannot resize
                 (mapped files, numpy arrays): nothing was released.
         """
         blocks = self._blocks.get(account, [])
+        if only is not None:
+            chosen = {id(tensor.untyped_storage()) for tensor in only}
+            blocks = [block for block in blocks if id(block.storage) in chosen]
         if account in self._released:
             raise EngineError(f"account {account!r} is released already; restore it first")
         fixed = sum(block.num_bytes for block in blocks if not block.storage.resizable())
@@ -137,8 +144,8 @@ class Arena:
             )
         for block in blocks:
             block.storage.resize_(0)
-        self._released.add(account)
-        self._ledger.credit(account, sum(block.num_bytes for block in blocks))
+        self._released[account] = list(blocks)
+        self._ledger.credit(account, _total(blocks))
 
     def restore(self, account: str) -> None:
         """Takes the memory of a released account again, in the same sizes; content is undefined.
@@ -149,8 +156,8 @@ class Arena:
         """
         if account not in self._released:
             raise EngineError(f"account {account!r} is not released; there is nothing to restore")
-        blocks = self._blocks.get(account, [])
-        total = sum(block.num_bytes for block in blocks)
+        blocks = self._released[account]
+        total = _total(blocks)
         self._ledger.charge(account, total)
         try:
             for block in blocks:
@@ -160,13 +167,11 @@ class Arena:
                 block.storage.resize_(0)
             self._ledger.credit(account, total)
             raise
-        self._released.discard(account)
+        del self._released[account]
 
     def bytes(self, account: str) -> int:
-        """Bytes that the account's storages take at this moment: 0 while it is released."""
-        if account in self._released:
-            return 0
-        return sum(block.num_bytes for block in self._blocks.get(account, []))
+        """Bytes that the account's storages take at this moment, without what is released."""
+        return _total(self._blocks.get(account, [])) - _total(self._released.get(account, []))
 
     def owner(self, tensor: torch.Tensor) -> str | None:
         """The account that owns the storage behind `tensor`, or None."""
@@ -182,8 +187,7 @@ class Arena:
         Borrowed memory is only let go of: it is free when its lender drops it too.
         """
         for account, blocks in self._blocks.items():
-            if account not in self._released:
-                self._ledger.credit(account, sum(block.num_bytes for block in blocks))
+            self._ledger.credit(account, self.bytes(account))
             for block in blocks:
                 if block.storage.resizable():
                     block.storage.resize_(0)
@@ -207,3 +211,7 @@ class Arena:
             )
         if account in self._released:
             raise EngineError(f"account {account!r} is released; restore it before adding to it")
+
+
+def _total(blocks: Iterable[_Block]) -> int:
+    return sum(block.num_bytes for block in blocks)

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from seawall.attention.torch_sdpa import TorchAttention
 from seawall.cache.chunk import ChunkCache
 from seawall.cache.companions import CompanionStore
+from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import LeaseBook
 from seawall.cache.pages import PageLedger
 from seawall.cache.radix import RadixCache
+from seawall.cache.swa import SwaCache
+from seawall.cache.windows import WindowPages
 from seawall.core.config import EngineConfig
 from seawall.core.errors import BudgetError
 from seawall.core.params import RequestLimits
@@ -27,17 +29,23 @@ from seawall.device.cpu import keep_freed_memory
 from seawall.device.dtypes import torch_dtype
 from seawall.device.meter import Meter, NullMeter, Reading
 from seawall.device.tracker import Tracker
+from seawall.engine.control import Control
 from seawall.engine.core import EngineCore
+from seawall.engine.devices import make_attention, make_runtime, max_gaps, step_transfers
 from seawall.engine.planning import EnginePlan, extra_companion_bytes
+from seawall.engine.planning_cuda import graph_rows
 from seawall.engine.reporting import Reporter
-from seawall.kv.pool import KVPool
+from seawall.engine.results import ResultAccount
+from seawall.engine.texts import TextAccount
+from seawall.engine.weights import Weights
 from seawall.memory.footprint_step import NUM_STEP_SETS
 from seawall.memory.ledger import Ledger
+from seawall.models.base import CausalLM
 from seawall.models.registry import load_model
 from seawall.runner.buffers import SeatTables, StepBuffers
 from seawall.runner.runner import Runner
 from seawall.runner.scoring import Scorer
-from seawall.runner.warmup import WarmupShape, warm_up
+from seawall.runner.warmup import WarmupShape, warm_kernels, warm_up
 from seawall.scheduler.scheduler import Scheduler, SchedulerLimits
 
 if TYPE_CHECKING:
@@ -59,7 +67,15 @@ class Assembly:
     request_limits: RequestLimits
     random_seed: int
     reporter: Reporter
+    results: ResultAccount
+    texts: TextAccount
+    control: Control
     config: EngineConfig = field(repr=False)
+
+    @property
+    def launches_return_early(self) -> bool:
+        """Whether a step is still being computed when its launch returns."""
+        return self.config.device != "cpu"
 
     def memory_report(self) -> dict[str, object]:
         """See the contract; called on the core thread."""
@@ -78,7 +94,9 @@ class Assembly:
             "max_total_num_tokens": self.plan.max_total_tokens,
             "random_seed": self.random_seed,
             "logprobs_mode": self.config.logprobs_mode,
-            "internal_states": [asdict(counts)],
+            "weight_version": self.control.weight_version,
+            "released": self.control.released,
+            "internal_states": [{**asdict(counts), "cache": self.reporter.cache_figures()}],
         }
 
     def close(self) -> None:
@@ -98,16 +116,38 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
     meter: Meter = counter if config.memory.debug_memory else NullMeter()
     lines = plan.memory.lines
     keep_freed_memory(lines["activations"] + lines["logits"])
+    runtime = make_runtime(config.device)
+    runtime.limit(plan.memory.budget_bytes)
     ledger = Ledger(lines)
     with torch.inference_mode(), counter:
-        arena = Arena(ledger, torch.device(config.device), counter)
-        runner = _runner(config, plan, arena, meter, seed)
+        arena = Arena(ledger, runtime.device, counter)
+        model = _model(config, plan, arena, seed)
+        seats = SeatTables(arena, plan.limits, windows=plan.spec.window is not None)
+        attention = make_attention(plan, runtime, arena, seats)
+        weights = Weights(model, plan, config.model, attention, seed)
+        runner = Runner(
+            model=model,
+            attention=attention,
+            scorer=Scorer(model.head, config.memory.logits_workspace, max_gaps=max_gaps(runtime)),
+            sets=_step_buffers(config, plan, arena),
+            transfers=step_transfers(plan, runtime, arena),
+            seats=seats,
+            meter=meter,
+        )
+        runtime.settle()
         # Whatever loading left behind is gone now; what the warm-up takes is what steps take.
         counter.reset_peaks()
         with _metered(runner, counter):
+            if config.device != "cpu":
+                warm_kernels(runner, _warmup_shape(plan))
+                runtime.settle()
             warm_up(runner, _warmup_shape(plan))
         warm = dict(counter.readings())
         arena.seal()
+        runtime.settle()
+    if plan.memory.lines["graphs"]:
+        runner.capture(graph_rows(config, plan.limits))
+        runtime.settle()
     _check_peaks(plan, warm)
     counter.reset_peaks()
     leases = _leases(config, plan)
@@ -127,44 +167,40 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
         meter=meter,
         request_limits=_request_limits(plan),
         random_seed=seed,
-        reporter=Reporter(plan=plan, device=ledger, host=host, meter=meter, warm=warm, core=core),
+        reporter=Reporter(
+            plan=plan,
+            device=ledger,
+            host=host,
+            meter=meter,
+            warm=warm,
+            core=core,
+            runtime=runtime,
+        ),
+        results=ResultAccount(host),
+        texts=TextAccount(host),
+        control=Control(core, arena, weights, meter, runner),
         config=config,
     )
 
 
-def _runner(
-    config: EngineConfig, plan: EnginePlan, arena: Arena, meter: Meter, seed: int
-) -> Runner:
-    spec, limits = plan.spec, plan.limits
-    model = load_model(
+def _model(config: EngineConfig, plan: EnginePlan, arena: Arena, seed: int) -> CausalLM:
+    return load_model(
         plan.folder,
-        spec,
+        plan.spec,
         plan.dtype,
         arena,
         load_format=config.model.load_format,  # type: ignore[arg-type]  # checked by the table
         seed=seed,
     )
-    pool = KVPool(
-        arena,
-        num_layers=spec.num_layers,
-        num_pages=plan.memory.num_pages,
-        page_size=limits.page_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=torch_dtype(plan.kv_dtype),
-    )
+
+
+def _step_buffers(config: EngineConfig, plan: EnginePlan, arena: Arena) -> tuple[StepBuffers, ...]:
     dtype = torch_dtype(plan.dtype)
-    return Runner(
-        model=model,
-        attention=TorchAttention(
-            pool, arena, num_heads=spec.num_heads, scale=spec.softmax_scale, limits=limits
-        ),
-        scorer=Scorer(model.head, config.memory.logits_workspace),
-        sets=tuple(
-            StepBuffers(arena, limits, spec.hidden_size, dtype) for _ in range(NUM_STEP_SETS)
-        ),
-        seats=SeatTables(arena, limits),
-        meter=meter,
+    if config.device != "cpu":
+        # One stream orders the steps, and graphs read and write one place.
+        return (StepBuffers(arena, plan.limits, plan.spec.hidden_size, dtype),) * NUM_STEP_SETS
+    return tuple(
+        StepBuffers(arena, plan.limits, plan.spec.hidden_size, dtype) for _ in range(NUM_STEP_SETS)
     )
 
 
@@ -182,6 +218,7 @@ def _warmup_shape(plan: EnginePlan) -> WarmupShape:
     return WarmupShape(
         limits=plan.limits,
         num_pages=plan.memory.num_pages,
+        num_window_pages=plan.memory.num_window_pages,
         vocab_size=plan.spec.vocab_size,
         max_top_k=plan.max_top_k,
     )
@@ -206,9 +243,21 @@ def _leases(config: EngineConfig, plan: EnginePlan) -> LeaseBook:
         page_size,
         extra_bytes=extra_companion_bytes(config.memory.host_memory_budget),
     )
-    if config.schedule.disable_radix_cache:
-        return LeaseBook(ledger, ChunkCache(ledger, page_size), page_size, companions)
-    return LeaseBook(ledger, RadixCache(ledger, page_size), page_size, companions)
+    order = EVICTION_ORDERS[config.schedule.radix_eviction_policy]
+    radix = RadixCache(ledger, page_size, order)
+    tree: RadixCache | SwaCache = radix
+    windows: WindowPages | None = None
+    if plan.memory.num_window_pages:
+        assert plan.spec.window is not None
+        windows = WindowPages(
+            PageLedger(plan.memory.num_window_pages, debug=config.memory.debug_memory),
+            num_full_pages=plan.memory.num_pages,
+            page_size=page_size,
+            window=plan.spec.window,
+        )
+        tree = SwaCache(radix, windows)
+    cache = ChunkCache(tree) if config.schedule.disable_radix_cache else tree
+    return LeaseBook(ledger, cache, page_size, companions, windows)
 
 
 def _scheduler_limits(config: EngineConfig, plan: EnginePlan) -> SchedulerLimits:

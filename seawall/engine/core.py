@@ -11,7 +11,7 @@ with an error, their pages come back, and the next step runs.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from seawall.cache.lease import LeaseBook
@@ -54,6 +54,10 @@ class Runner(Protocol):
         """Start a step."""
 
 
+def _nothing() -> None:
+    """The host has nothing else to do."""
+
+
 class EngineCore:
     """The loop's state: the step in flight. One thread calls it."""
 
@@ -73,11 +77,33 @@ class EngineCore:
         self._check_pages = check_pages
         self._in_flight: Flight | None = None
         self._answers: list[FromCore] = []
+        self._refusal: str | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether another turn would do anything."""
         return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no request can be served at present; None if they can. Any thread may read it."""
+        return self._refusal
+
+    def refuse(self, reason: str | None) -> None:
+        """Refuse every request from here on for that reason, or for None serve them again."""
+        self._refusal = reason
+
+    def settle(self) -> bool:
+        """Whether nothing waits or runs besides requests that are held.
+
+        A step of ended requests that is still in flight is taken back first.
+        """
+        if not self.scheduler.is_idle:
+            return False
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None:
+            self._finish(previous)
+        return True
 
     def intake(self, messages: Sequence[ToCore]) -> None:
         """Take messages from the front end."""
@@ -91,10 +117,16 @@ class EngineCore:
             else:
                 self._flush(message)
 
-    def turn(self) -> list[FromCore]:
-        """One turn of the loop; returns what is to be delivered."""
+    def turn(self, before_wait: Callable[[], None] = _nothing) -> list[FromCore]:
+        """One turn of the loop; returns what is to be delivered.
+
+        Args:
+            before_wait: called when a step has been launched, before the result of the one before
+                it is waited for: what else there is to do on the host hides there.
+        """
         plan = self._plan()
         flight = self._launch(plan)
+        before_wait()
         previous, self._in_flight = self._in_flight, None
         if previous is not None:
             self._finish(previous)
@@ -103,10 +135,23 @@ class EngineCore:
                 self._in_flight = flight
             else:
                 self._finish(flight)
-        if self._check_pages or not self.has_work:
-            self.leases.check()
+        self._audit()
         answers, self._answers = self._answers, []
         return [*answers, *self.scheduler.take_outputs()]
+
+    def _audit(self) -> None:
+        """Find what went wrong with pages in this step, and end the requests that it reaches.
+
+        The audit compares counts and is made always; the check compares every page.
+        """
+        names = self.leases.audit()
+        for name in names:
+            reason = f"kv: {name} lost a page to an accounting fault; see memory_report"
+            self.scheduler.end_untrusted(name, reason)
+        if names:
+            self.leases.cache.reset()
+        if self._check_pages or not self.has_work:
+            self.leases.check()
 
     def _plan(self) -> StepPlan | None:
         try:
@@ -145,12 +190,21 @@ class EngineCore:
         self.scheduler.fail(plan, f"engine fault: {type(error).__name__}: {error}")
 
     def _add(self, message: GenerateRequest) -> None:
+        if self._refusal is not None:
+            self._turn_away(message, self._refusal)
+            return
         try:
             self.scheduler.add(message)
         except QueueFullError as error:
-            reason = FinishReason(type="abort", message=str(error), status_code=503)
-            for index in range(message.sampling.n):
-                self._answers.append(OutputDelta(rid=message.rid, index=index, finish=reason))
+            self._turn_away(message, str(error))
+
+    def _turn_away(self, message: GenerateRequest, reason: str) -> None:
+        finish = FinishReason(type="abort", message=reason, status_code=503)
+        version = self.scheduler.outbox.weight_version
+        for index in range(message.sampling.n):
+            self._answers.append(
+                OutputDelta(rid=message.rid, index=index, finish=finish, weight_version=version)
+            )
 
     def _flush(self, message: FlushCache) -> None:
         # A step of ended requests may still be in flight: what it reads is freed, but written

@@ -41,10 +41,14 @@ class _Stop:
 
 
 class _Call:
-    """A function to run on the core thread between two turns."""
+    """A function to run on the core thread between two turns.
 
-    def __init__(self, function: Callable[[], object]) -> None:
+    `when_idle` puts it off until the requests that came before it have ended.
+    """
+
+    def __init__(self, function: Callable[[], object], *, when_idle: bool = False) -> None:
         self.function = function
+        self.when_idle = when_idle
         self.done = threading.Event()
         self.result: object = None
         self.error: Exception | None = None
@@ -73,8 +77,10 @@ class CoreThread:
         """
         self._inbox: queue.SimpleQueue[ToCore | _Stop | _Call] = queue.SimpleQueue()
         self._talks: dict[str, _Talk] = {}
+        self._put_off: list[_Call] = []
         # Guards `_talks` and `_dead`; notified when a talk whose reader has left is over.
         self._lock = threading.Condition()
+        self._held: list[FromCore] = []
         self._dead: str | None = None
         built = _Call(build)
         self._thread = threading.Thread(
@@ -98,7 +104,7 @@ class CoreThread:
         num_answers = message.sampling.n if isinstance(message, GenerateRequest) else 1
         with self._lock:
             self._lock.wait_for(lambda: self._dead or not self._is_abandoned(key))
-            self._check_alive()
+            self.check_alive()
             if key in self._talks:
                 raise RequestError(
                     f"rid: {key!r} is the name of a request that has not ended; give another name"
@@ -123,14 +129,24 @@ class CoreThread:
         Raises:
             EngineError: the engine was shut down; otherwise whatever the function raises.
         """
+        return self._call(_Call(function))  # type: ignore[return-value]  # the function's own
+
+    def call_when_idle(self, function: Callable[[], T]) -> T:
+        """Like `call`, once every request that was submitted before has ended.
+
+        Requests that come meanwhile wait in the queue until the function has returned.
+        """
+        call = _Call(function, when_idle=True)
+        return self._call(call)  # type: ignore[return-value]  # the function's own
+
+    def _call(self, call: _Call) -> object:
         with self._lock:
-            self._check_alive()
-            call = _Call(function)
+            self.check_alive()
             self._inbox.put(call)
         call.done.wait()
         if call.error is not None:
             raise call.error
-        return call.result  # type: ignore[return-value]  # set by the function itself
+        return call.result
 
     def stop(self) -> None:
         """End every request with an abort, then the thread."""
@@ -138,7 +154,16 @@ class CoreThread:
             self._inbox.put(_Stop())
             self._thread.join()
 
-    def _check_alive(self) -> None:
+    def join(self) -> None:
+        """Wait until the thread has ended, for whatever reason."""
+        self._thread.join()
+
+    def check_alive(self) -> None:
+        """Refuse what could never be answered.
+
+        Raises:
+            EngineError: the engine was shut down or its core died.
+        """
         if self._dead is not None:
             raise EngineError(f"engine: {self._dead}; make a new Engine")
 
@@ -149,9 +174,15 @@ class CoreThread:
         core = built.result.core
         reason = "was shut down"
         try:
+            # Where a launch returns at once, callers get their results while the device computes:
+            # their threads then want the GIL when this one waits anyway.
+            late = built.result.launches_return_early
             with built.result.meter:
                 while self._take_messages(core):
-                    self._deliver(core.turn())
+                    answers = core.turn(self._deliver_held)
+                    self._held += answers
+                    if not late or not core.has_work:
+                        self._deliver_held()
         except BaseException as error:
             logger.exception("the engine core died")
             reason = f"core died of {type(error).__name__}: {error}"
@@ -163,6 +194,7 @@ class CoreThread:
     def _take_messages(self, core: EngineCore) -> bool:
         """Hand over what is in the inbox; wait for something when there is no work."""
         messages: list[ToCore] = []
+        self._run_put_off(core)
         wait = not core.has_work
         while True:
             try:
@@ -175,15 +207,35 @@ class CoreThread:
             if isinstance(item, _Call):
                 core.intake(messages)
                 messages = []
-                _run_call(item)
+                self._take_call(core, item)
             else:
                 messages.append(item)
         core.intake(messages)
         return True
 
+    def _take_call(self, core: EngineCore, call: _Call) -> None:
+        if call.when_idle:
+            self._put_off.append(call)
+            core.scheduler.hold()
+        else:
+            _run_call(call)
+
+    def _run_put_off(self, core: EngineCore) -> None:
+        """Run what waits for the earlier requests, if they have all ended."""
+        if self._put_off and core.settle():
+            for call in self._put_off:
+                _run_call(call)
+            self._put_off.clear()
+            core.scheduler.let_go()
+
     def _is_abandoned(self, key: str) -> bool:
         talk = self._talks.get(key)
         return talk is not None and talk.mailbox is None
+
+    def _deliver_held(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._deliver(held)
 
     def _deliver(self, answers: list[FromCore]) -> None:
         """One call a mailbox and turn: each call may wake a thread that then wants the GIL."""
@@ -217,12 +269,15 @@ class CoreThread:
             talks = list(self._talks.values())
             self._talks.clear()
             self._lock.notify_all()
+        calls = list(self._put_off)
         with suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
                 if isinstance(item, _Call):
-                    item.error = EngineError(f"engine: {reason}; make a new Engine")
-                    item.done.set()
+                    calls.append(item)
+        for call in calls:
+            call.error = EngineError(f"engine: {reason}; make a new Engine")
+            call.done.set()
         for talk in talks:
             if talk.mailbox is not None:
                 talk.mailbox(list(_last_answers(talk.message, f"engine {reason}")))

@@ -12,6 +12,13 @@ from pathlib import Path
 
 from seawall.core.config import EngineConfig
 from seawall.core.errors import ConfigError
+from seawall.engine.planning_cuda import (
+    cuda_accounts,
+    cuda_budget,
+    cuda_seats,
+    least_cuda_workspace,
+    staging_bytes,
+)
 from seawall.memory.footprint import (
     Limits,
     companion_bytes,
@@ -21,6 +28,7 @@ from seawall.memory.footprint import (
     request_bytes,
     requests_bytes,
     results_bytes,
+    window_pages_per_seq,
 )
 from seawall.memory.footprint_attention import (
     attention_activation_bytes,
@@ -36,6 +44,7 @@ from seawall.memory.footprint_step import (
     step_buffer_bytes,
 )
 from seawall.memory.host import available_host_bytes, default_cpu_budget
+from seawall.memory.page_split import WindowClass
 from seawall.memory.plan import HostPlan, MemoryPlan, solve, solve_host
 from seawall.memory.spec import ModelSpec, apply_overrides
 
@@ -96,25 +105,16 @@ def make_plan(
     spec = ModelSpec.from_config(raw, context_length=config.model.context_length)
     budget = _budget(config, device_memory)
     dtype = _dtype(config, spec, budget)
-    kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else config.memory.kv_cache_dtype
-    if kv_dtype != dtype:
-        raise ConfigError(
-            f"kv_cache_dtype: got {kv_dtype}, the model runs in {dtype}; another dtype is not "
-            "built yet, use 'auto'"
-        )
+    kv_dtype = config.memory.kv_cache_dtype
+    kv_dtype = {"auto": dtype, "bf16": "bfloat16"}.get(kv_dtype, kv_dtype)
     limits = _limits(config, spec)
     memory = solve(
         budget,
-        device_accounts(config, spec, dtype, limits),
-        page_bytes=kv_page_bytes(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=limits.page_size,
-            dtype=kv_dtype,
-        ),
+        device_accounts(config, spec, dtype, limits, kv_dtype),
+        page_bytes=_page_bytes(spec, limits, kv_dtype, num_layers=spec.num_full_layers),
         limits=limits,
         max_total_tokens=config.memory.max_total_tokens,
+        window=_window_class(spec, limits, kv_dtype),
     )
     _check_logits(config, spec, dtype)
     return EnginePlan(
@@ -131,7 +131,13 @@ def make_plan(
         memory=memory,
         host=solve_host(
             config.memory.host_memory_budget,
-            host_accounts(limits, memory.num_pages, config.memory.host_memory_budget),
+            host_accounts(
+                limits,
+                memory.num_pages,
+                config.memory.host_memory_budget,
+                num_window_pages=memory.num_window_pages,
+                staging=staging_bytes(spec, limits) if config.device == "cuda" else 0,
+            ),
             request_bytes=request_bytes(limits.context_length),
             max_queued=config.schedule.max_queued_requests,
         ),
@@ -141,17 +147,19 @@ def make_plan(
 
 
 def device_accounts(
-    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits
+    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits, kv_dtype: str
 ) -> dict[str, int]:
     """Bytes of every device account except kv. On the CPU nothing is captured or shared."""
+    if config.device == "cuda":
+        return cuda_accounts(config, spec, dtype, limits)
     return {
         "weights": weight_bytes(spec, dtype),
         "step_buffers": step_buffer_bytes(limits, spec.hidden_size, dtype),
         "activations": activation_bytes(spec, dtype, limits.step_tokens)
-        + attention_activation_bytes(spec, dtype, limits),
+        + attention_activation_bytes(spec, dtype, limits, kv_dtype),
         "logits": config.memory.logits_workspace,
-        "attention": attention_workspace_bytes(spec, dtype, limits),
-        "sampler": sampler_bytes(limits),
+        "attention": attention_workspace_bytes(spec, dtype, limits, kv_dtype),
+        "sampler": sampler_bytes(limits, windows=spec.window is not None),
         "masks": 0,
         "graphs": 0,
         "communicators": 0,
@@ -159,16 +167,27 @@ def device_accounts(
     }
 
 
-def host_accounts(limits: Limits, num_pages: int, budget: int) -> dict[str, int]:
-    """Bytes of every host account except the queue, all items at their largest size."""
-    return {
+def host_accounts(
+    limits: Limits, num_pages: int, budget: int, *, num_window_pages: int = 0, staging: int = 0
+) -> dict[str, int]:
+    """Bytes of every host account except the queue, all items at their largest size.
+
+    Results, of which there may be any number, get half of what the other accounts and one waiting
+    request leave.
+    """
+    accounts = {
         "running": requests_bytes(limits.max_running, limits.context_length),
         "results": results_bytes(limits, top_k=0, num_token_ids=0),
         "detokenizers": detokenizer_bytes(limits.max_running, limits.context_length),
-        "pages": page_ledger_bytes(num_pages),
+        "pages": page_ledger_bytes(num_pages, num_window_pages),
         "radix": radix_bytes(num_pages, limits.page_size),
         "companions": companion_bytes(num_pages, limits.page_size) + extra_companion_bytes(budget),
     }
+    if staging:
+        accounts["staging"] = staging
+    left = budget - sum(accounts.values()) - request_bytes(limits.context_length)
+    accounts["results"] += max(left, 0) // 2
+    return accounts
 
 
 def extra_companion_bytes(host_budget: int) -> int:
@@ -211,6 +230,8 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def _budget(config: EngineConfig, device_memory: int | None) -> int:
+    if config.device == "cuda":
+        return cuda_budget(config, device_memory)
     if config.memory.memory_budget is not None:
         return config.memory.memory_budget
     if config.memory.mem_fraction_static is not None:
@@ -222,29 +243,62 @@ def _budget(config: EngineConfig, device_memory: int | None) -> int:
 def _dtype(config: EngineConfig, spec: ModelSpec, budget: int) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
+    if config.device == "cuda":
+        return spec.dtype
     return "float32" if weight_bytes(spec, "float32") * _QUARTER <= budget else spec.dtype
 
 
 def _limits(config: EngineConfig, spec: ModelSpec) -> Limits:
     context = spec.context_length
     prefill = config.schedule.prefill_tokens(context)
+    seats = config.schedule.max_running_requests
+    if config.device == "cuda":
+        seats = cuda_seats(config, context)
     return Limits(
-        max_running=config.schedule.max_running_requests,
-        step_tokens=prefill + config.schedule.max_running_requests,
+        max_running=seats,
+        step_tokens=prefill + seats,
         context_length=context,
         page_size=config.memory.page_size,
     )
 
 
+def _page_bytes(spec: ModelSpec, limits: Limits, kv_dtype: str, *, num_layers: int) -> int:
+    return kv_page_bytes(
+        num_layers=num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_size=limits.page_size,
+        dtype=kv_dtype,
+    )
+
+
+def _window_class(spec: ModelSpec, limits: Limits, kv_dtype: str) -> WindowClass | None:
+    """The pages of the layers with a window; None if there are none."""
+    if spec.window is None:
+        return None
+    chunk = limits.step_tokens - limits.max_running
+    return WindowClass(
+        page_bytes=_page_bytes(spec, limits, kv_dtype, num_layers=spec.num_window_layers),
+        tokens=spec.window,
+        pages_per_seq=window_pages_per_seq(limits, spec.window, chunk),
+    )
+
+
 def _check_logits(config: EngineConfig, spec: ModelSpec, dtype: str) -> None:
     workspace, _ = logits_split(config.memory.logits_workspace)
-    least = min_workspace_bytes(spec.vocab_size, spec.hidden_size, dtype)
+    least = _least_workspace(config, spec, dtype, 0)
     if workspace < least:
         needed = least * config.memory.logits_workspace // workspace + 8 if workspace else least * 2
         raise ConfigError(
             f"logits_workspace: got {config.memory.logits_workspace} bytes, a vocabulary of "
             f"{spec.vocab_size} needs {needed}; raise it"
         )
+
+
+def _least_workspace(config: EngineConfig, spec: ModelSpec, dtype: str, top_k: int) -> int:
+    if config.device == "cuda":
+        return least_cuda_workspace(spec, dtype, top_k)
+    return min_workspace_bytes(spec.vocab_size, spec.hidden_size, dtype, top_k=top_k)
 
 
 def _max_top_k(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
@@ -254,7 +308,7 @@ def _max_top_k(config: EngineConfig, spec: ModelSpec, dtype: str) -> int:
     low, high = 0, k
     while low < high:
         middle = (low + high + 1) // 2
-        need = min_workspace_bytes(spec.vocab_size, spec.hidden_size, dtype, top_k=middle)
+        need = _least_workspace(config, spec, dtype, middle)
         low, high = (middle, high) if need <= workspace else (low, middle - 1)
     return low
 

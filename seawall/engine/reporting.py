@@ -1,8 +1,10 @@
 """Gathers what ledger, meter, pages and queues say into the memory report."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from seawall.device.meter import Meter, Reading
+from seawall.device.runtime import Runtime
 from seawall.engine.core import EngineCore
 from seawall.engine.planning import EnginePlan
 from seawall.memory.footprint import page_ledger_bytes, radix_bytes, requests_bytes
@@ -26,6 +28,7 @@ class Reporter:
         meter: Meter,
         warm: Mapping[str, Reading],
         core: EngineCore,
+        runtime: Runtime,
     ) -> None:
         self._plan = plan
         self._device = device
@@ -33,25 +36,41 @@ class Reporter:
         self._meter = meter
         self._warm = warm
         self._core = core
+        self._runtime = runtime
 
     def memory_report(self) -> dict[str, object]:
         """The report of the contract's `memory_report`."""
-        ledger = self._core.leases.ledger
+        leases = self._core.leases
+        ledger = leases.ledger
         return memory_report(
             DeviceFigures(
                 plan=self._plan.memory,
                 plan_at_start=self._plan.memory,
-                uses=self._device.snapshot(),
+                uses={**self._device.snapshot(), "outside": self._outside()},
                 transients=self._transients(),
                 pages=ledger.counts(),
-                violations=[str(violation) for violation in ledger.violations],
+                violations=[str(violation) for violation in leases.violations],
+                window_pages=leases.window_counts(),
+                requests=leases.all_pages() if ledger.debug else {},
             ),
             HostFigures(
                 plan=self._plan.host,
                 uses={**self._host.snapshot(), **self._counted()},
                 resident=(resident_bytes(), peak_resident_bytes()),
+                cache=self.cache_figures(),
             ),
         )
+
+    def cache_figures(self) -> dict[str, int]:
+        """What the prefix cache holds now and did since the start, in pages and tokens."""
+        return asdict(self._core.leases.cache.stats())
+
+    def _outside(self) -> AccountUse:
+        """What the device holds that no allocator of ours does; on the CPU that is the host's."""
+        cap = self._plan.memory.lines["outside"]
+        memory = self._runtime.memory()
+        num_bytes = memory.outside_bytes if memory.reserved_bytes else 0
+        return AccountUse(now=num_bytes, peak=num_bytes, cap=cap)
 
     def _transients(self) -> dict[str, Transient]:
         """What steps take: counted now if the meter counts, else the warm-up's worst case."""
@@ -75,7 +94,7 @@ class Reporter:
         num_pages = self._plan.memory.num_pages
         now = {
             "running": requests_bytes(counts.running, limits.context_length),
-            "pages": page_ledger_bytes(num_pages),
+            "pages": page_ledger_bytes(num_pages, self._plan.memory.num_window_pages),
             "radix": min(nodes, num_pages) * radix_bytes(1, limits.page_size),
         }
         caps = self._plan.host.lines

@@ -6,10 +6,12 @@ it may still be on the device:
     StepBuffers   tokens, positions [T]     what the forward reads
                   hidden [seats, H]         the rows that will be sampled; what sampling reads
     SeatTables    page_table [seats, S]     one entry a page of the request that sits there
+                  window_page_table         the same for layers with a window, if there are any
                   last_token [seats]        the newest sampled token, fed to the next step
                   temperature ... [seats]   how it draws
+    SeatNotes     numpy                     what the host must know of a seat to ask for scores
 
-On the CPU the numpy views below and the tensors are the same memory. The runner is the only
+What changes goes up through the step's Transfer; nothing is read back. The runner is the only
 writer.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from seawall.core.step import I32, I64, SeatParams, StepPlan
 from seawall.device.arena import Arena
 from seawall.device.dtypes import torch_dtype
+from seawall.device.runtime import Transfer
 from seawall.memory.footprint import Limits
 from seawall.memory.footprint_step import seat_tables, step_tables
 
@@ -36,29 +39,83 @@ class StepBuffers:
         self.tokens: Tensor = made["tokens"]
         self.positions: Tensor = made["positions"]
         self.hidden: Tensor = made["hidden"]
-        self._tokens_host = self.tokens.numpy()
-        self._positions_host = self.positions.numpy()
 
-    def load(self, plan: StepPlan, seats: "SeatTables") -> I64:
+    def load(self, plan: StepPlan, seats: "SeatTables", transfer: Transfer) -> I64:
         """Lay the plan's tokens and positions out; returns each row's offset, int64 [R]."""
         num_tokens = plan.num_tokens
         lengths = plan.lengths.astype(np.int64)
         offsets = np.cumsum(lengths) - lengths
-        self._tokens_host[:num_tokens] = plan.token_ids
-        fed = plan.from_last
-        self._tokens_host[offsets[fed]] = seats.last_token_host[plan.seats[fed]]
         shifts = np.repeat(plan.starts - offsets, lengths)
-        self._positions_host[:num_tokens] = np.arange(num_tokens) + shifts
+        tokens = transfer.put(plan.token_ids)
+        positions = transfer.put(np.arange(num_tokens) + shifts)
+        fed = plan.from_last
+        fed_tokens = transfer.put(offsets[fed])
+        fed_seats = transfer.put(plan.seats[fed].astype(np.int64))
+        transfer.send()
+        self.tokens[:num_tokens].copy_(tokens)
+        self.positions[:num_tokens].copy_(positions)
+        if len(fed_seats):
+            newest = seats.last_token.index_select(0, fed_seats)
+            self.tokens.index_copy_(0, fed_tokens, newest)
         return offsets
+
+
+class SeatNotes:
+    """What requests asked for, by seat, where the host can look it up for many at once."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.logprobs = np.zeros(num_seats, np.bool_)
+        self.raw = np.zeros(num_seats, np.bool_)
+        self.filtered = np.zeros(num_seats, np.bool_)
+        self.temperature = np.zeros(num_seats, np.float32)
+        self.prompt_temperature = np.ones(num_seats, np.float32)
+        self.top_k = np.zeros(num_seats, np.int64)
+        self.token_ids: list[tuple[int, ...]] = [()] * num_seats
+
+    def take(self, params: SeatParams) -> None:
+        """A request was given its seat."""
+        seat = params.seat
+        self.logprobs[seat] = params.logprobs
+        self.raw[seat] = params.raw_logprobs
+        cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        # A greedy draw takes the best id, which no filter removes.
+        self.filtered[seat] = cut and params.temperature > 0.0
+        self.temperature[seat] = params.temperature
+        self.prompt_temperature[seat] = params.prompt_temperature
+        self.top_k[seat] = params.logprob_top_k
+        self.token_ids[seat] = params.logprob_token_ids
+
+
+class PageTable:
+    """Pages by seat and column: column c covers positions [c * page_size, (c + 1) * page_size).
+
+    `table` is int32 [seats, pages_per_seq] on the device, `host` the host's view of it.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+        # On the CPU the host's view is the table itself.
+        self._shared = table.device.type == "cpu"
+        self.host: I32 = table.numpy() if self._shared else np.zeros(table.shape, np.int32)
+
+    def set(self, seats: I32, columns: I32, pages: I32, transfer: Transfer) -> None:
+        """Take over changed entries."""
+        self.host[seats, columns] = pages
+        if self._shared or not len(pages):
+            return
+        entries = seats.astype(np.int64) * self.host.shape[1] + columns
+        places, values = transfer.put(entries), transfer.put(pages)
+        transfer.send()
+        self.table.view(-1).index_copy_(0, places, values)
 
 
 class SeatTables:
     """What the device must know of each running request."""
 
-    def __init__(self, arena: Arena, limits: Limits) -> None:
+    def __init__(self, arena: Arena, limits: Limits, *, windows: bool = False) -> None:
         made = {
             table.name: arena.zeros("sampler", table.shape, torch_dtype(table.dtype))
-            for table in seat_tables(limits)
+            for table in seat_tables(limits, windows=windows)
         }
         self.last_token: Tensor = made["last_token"]
         self.temperature: Tensor = made["temperature"]
@@ -66,33 +123,32 @@ class SeatTables:
         self.top_p: Tensor = made["top_p"]
         self.min_p: Tensor = made["min_p"]
         self.seed: Tensor = made["seed"]
-        self.params: list[SeatParams | None] = [None] * limits.max_running
-        self._page_table: Tensor = made["page_table"]
+        self.page_table = PageTable(made["page_table"])
+        self.window_page_table = PageTable(made["window_page_table"]) if windows else None
+        self.notes = SeatNotes(limits.max_running)
 
-    @property
-    def page_table_host(self) -> I32:
-        """int32 [seats, pages_per_seq], the host's view."""
-        return self._page_table.numpy()
-
-    @property
-    def last_token_host(self) -> I64:
-        """int64 [seats], the host's view."""
-        return self.last_token.numpy()
-
-    def load(self, plan: StepPlan) -> None:
+    def load(self, plan: StepPlan, transfer: Transfer) -> None:
         """Take over new requests' parameters and changed page table entries."""
-        for params in plan.admitted:
-            seat = params.seat
-            self.params[seat] = params
-            self.temperature[seat] = params.temperature
-            self.top_k[seat] = params.top_k
-            self.top_p[seat] = params.top_p
-            self.min_p[seat] = params.min_p
-            self.seed[seat] = params.seed
-        self.page_table_host[plan.table_seats, plan.table_columns] = plan.table_pages
+        self.page_table.set(plan.table_seats, plan.table_columns, plan.table_pages, transfer)
+        if self.window_page_table is not None:
+            self.window_page_table.set(
+                plan.window_seats, plan.window_columns, plan.window_pages, transfer
+            )
+        if plan.admitted:
+            self._admit(plan.admitted, transfer)
 
-    def params_of(self, seat: int) -> SeatParams:
-        """Parameters of the request in `seat`."""
-        params = self.params[seat]
-        assert params is not None, f"seat {seat} was never given"
-        return params
+    def _admit(self, admitted: tuple[SeatParams, ...], transfer: Transfer) -> None:
+        for params in admitted:
+            self.notes.take(params)
+        seats = transfer.put(np.array([p.seat for p in admitted], np.int64))
+        changed = (
+            (self.temperature, np.array([p.temperature for p in admitted], np.float32)),
+            (self.top_k, np.array([p.top_k for p in admitted], np.int64)),
+            (self.top_p, np.array([p.top_p for p in admitted], np.float32)),
+            (self.min_p, np.array([p.min_p for p in admitted], np.float32)),
+            (self.seed, np.array([p.seed for p in admitted], np.int64)),
+        )
+        put = [(table, transfer.put(values)) for table, values in changed]
+        transfer.send()
+        for table, values in put:
+            table.index_copy_(0, seats, values)

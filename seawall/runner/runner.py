@@ -1,13 +1,16 @@
-"""Runs a planned step: launch() computes the forward, the flight samples and gives the result.
+"""Runs a planned step: launch() starts the forward, the flight samples and gives the result.
 
-    launch(plan) -> Flight      inputs laid out, forward done, prompt rows scored
+    launch(plan) -> Flight      inputs sent, forward queued, prompt rows scored
     flight.sample(adjust)       tokens drawn, fed to the next step on the device
     flight.wait() -> StepResult numpy, read after the next step has been planned
 
-At most two flights exist, each with one set of step buffers; a flight holds no other tensor. On
-the CPU launch computes at once, but the result is still read only after the next plan, so that
-everything about late rows happens here as it does on a GPU.
+At most two flights exist, each with one set of step buffers and one transfer. On CUDA launch and
+sample only queue work, and `wait` is where the host waits for the device. On the CPU both compute
+at once, but the result is still read only after the next plan, so that everything about late rows
+happens here as it does on a GPU.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,12 +18,16 @@ from torch import Tensor
 
 from seawall.attention.base import AttentionBackend, AttentionRows
 from seawall.core.errors import EngineError
-from seawall.core.step import I64, LogitAdjust, Scores, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
 from seawall.device.meter import Meter
+from seawall.device.runtime import Transfer
+from seawall.memory.footprint_cuda import graph_buckets
 from seawall.memory.footprint_step import NUM_STEP_SETS
 from seawall.models.base import CausalLM
+from seawall.runner.asks import drawn_asks, prompt_asks
 from seawall.runner.buffers import SeatTables, StepBuffers
-from seawall.runner.scoring import Ask, Scorer
+from seawall.runner.graphs import DecodeGraphs, Graphs, NoGraphs, padded_rows
+from seawall.runner.scoring import Drawn, Pending, Sampled, Scorer, drawn_only
 
 
 class Runner:
@@ -33,167 +40,213 @@ class Runner:
         attention: AttentionBackend,
         scorer: Scorer,
         sets: tuple[StepBuffers, ...],
+        transfers: Sequence[Transfer],
         seats: SeatTables,
         meter: Meter,
     ) -> None:
-        assert len(sets) == NUM_STEP_SETS
+        assert len(sets) == len(transfers) == NUM_STEP_SETS
         self._model = model
         self._attention = attention
         self.scorer = scorer
         self._sets = sets
+        self._transfers = transfers
         self.seats = seats
         self.meter = meter
+        self._graphs: Graphs = NoGraphs()
+        self._most_captured = 0
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> "Flight":
         """Compute the step's hidden states; score prompt rows; keep the rows to sample."""
-        buffers = self._sets[plan.step % NUM_STEP_SETS]
-        self.seats.load(plan)
-        offsets = buffers.load(plan, self.seats)
+        turn = plan.step % NUM_STEP_SETS
+        buffers, transfer = self._sets[turn], self._transfers[turn]
+        transfer.begin()
+        self.seats.load(plan, transfer)
+        offsets = buffers.load(plan, self.seats, transfer)
         with self.meter.scope("activations"):
-            hidden = self._forward(plan, buffers)
-            last_rows = (offsets + plan.lengths - 1)[plan.samples]
-            torch.index_select(
-                hidden, 0, torch.from_numpy(last_rows), out=buffers.hidden[: len(last_rows)]
-            )
+            bucket = self._graphs.bucket(plan)
+            if bucket:
+                self._attention.prepare(padded_rows(self._rows(plan), bucket))
+                self._graphs.replay(bucket)
+                hidden = buffers.hidden[: plan.num_rows]
+            else:
+                hidden = self._forward(plan, buffers)
+                last_rows = transfer.put((offsets + plan.lengths - 1)[plan.samples])
+                transfer.send()
+                torch.index_select(hidden, 0, last_rows, out=buffers.hidden[: len(last_rows)])
         with self.meter.scope("logits"):
-            prompt_scores = self.scorer.score(hidden, self._prompt_asks(plan, offsets))
-        return Flight(self, plan, buffers.hidden, prompt_scores)
+            asks = prompt_asks(plan, offsets, self.seats.notes)
+            prompt_scores = self.scorer.score(hidden, asks, transfer)
+        return Flight(self, plan, buffers.hidden, prompt_scores, transfer)
 
     @torch.inference_mode()
-    def draw(self, flight: "Flight", adjust: LogitAdjust | None) -> StepResult:
+    def draw(self, flight: "Flight", adjust: LogitAdjust | None) -> "Outcome":
         """Draw the flight's tokens and score them as asked."""
-        plan = flight.plan
+        plan, transfer = flight.plan, flight.transfer
         rows = np.flatnonzero(plan.samples)
-        tokens = np.zeros(plan.num_rows, np.int32)
-        failed = np.zeros(plan.num_rows, np.bool_)
-        for row, scores in flight.prompt_scores.items():
-            failed[row] = np.isnan(scores.logprobs).any()
-        output_scores: dict[int, Scores] = {}
-        if len(rows):
-            seats = plan.seats[rows].astype(np.int64)
-            positions = (plan.starts + plan.lengths)[rows].astype(np.int64)
-            with self.meter.scope("logits"):
-                ids, logprobs = self.scorer.draw(
-                    flight.hidden, rows, seats, positions, self.seats, adjust
-                )
-                output_scores = self._output_scores(
-                    flight.hidden, rows, seats, ids, logprobs, adjust
-                )
-            self.seats.last_token_host[seats] = ids
-            tokens[rows] = ids
-            failed[rows] |= ~np.isfinite(logprobs)
-        return StepResult(
-            step=plan.step,
-            tokens=tokens,
-            failed=failed,
-            prompt_scores=flight.prompt_scores,
-            output_scores=output_scores,
+        if not len(rows):
+            transfer.finish()
+            return Outcome(rows=rows, drawn=None, scores=(), plain=rows)
+        seats = plan.seats[rows].astype(np.int64)
+        sampled = Sampled(
+            rows=rows,
+            seats=seats,
+            device_seats=transfer.put(seats),
+            device_positions=transfer.put((plan.starts + plan.lengths)[rows].astype(np.int64)),
+        )
+        with self.meter.scope("logits"):
+            drawn = self.scorer.draw(flight.hidden, sampled, self.seats, transfer, adjust)
+            scores, plain = self._output_scores(flight, sampled, drawn.ids, adjust)
+        transfer.finish()
+        return Outcome(rows=rows, drawn=drawn, scores=scores, plain=plain)
+
+    @torch.inference_mode()
+    def capture(self, most_rows: int) -> None:
+        """Capture the forward of decode steps of up to so many rows.
+
+        All sets of step buffers must be one, since a graph reads and writes fixed places.
+        """
+        buffers = self._sets[0]
+        assert all(other is buffers for other in self._sets)
+        nothing = np.empty(0, np.int32)
+        windows = self.seats.window_page_table
+        empty = AttentionRows(
+            seats=nothing,
+            starts=nothing,
+            write_starts=nothing,
+            lengths=nothing,
+            page_table=self.seats.page_table.host,
+            window_page_table=None if windows is None else windows.host,
+        )
+
+        def prepare(num_rows: int) -> None:
+            self._attention.prepare(padded_rows(empty, num_rows))
+
+        def forward(num_rows: int) -> None:
+            rows = slice(num_rows)
+            hidden = self._model.forward(
+                buffers.tokens[rows], buffers.positions[rows], self._attention
+            )
+            buffers.hidden[rows].copy_(hidden)
+
+        self._graphs = DecodeGraphs(graph_buckets(most_rows), prepare, forward)
+        self._most_captured = most_rows
+
+    def drop_graphs(self) -> None:
+        """Forget captured forwards, before memory that they refer to is given back."""
+        self._graphs = NoGraphs()
+
+    def capture_again(self) -> None:
+        """Capture what was dropped, if anything ever was captured."""
+        if self._most_captured:
+            self.capture(self._most_captured)
+
+    def _rows(self, plan: StepPlan) -> AttentionRows:
+        windows = self.seats.window_page_table
+        return AttentionRows(
+            seats=plan.seats,
+            starts=plan.starts,
+            write_starts=plan.write_starts,
+            lengths=plan.lengths,
+            page_table=self.seats.page_table.host,
+            window_page_table=None if windows is None else windows.host,
         )
 
     def _forward(self, plan: StepPlan, buffers: StepBuffers) -> Tensor:
-        self._attention.prepare(
-            AttentionRows(
-                seats=plan.seats,
-                starts=plan.starts,
-                write_starts=plan.write_starts,
-                lengths=plan.lengths,
-                page_table=self.seats.page_table_host,
-            )
-        )
+        self._attention.prepare(self._rows(plan))
         num_tokens = plan.num_tokens
         return self._model.forward(
             buffers.tokens[:num_tokens], buffers.positions[:num_tokens], self._attention
         )
 
-    def _prompt_asks(self, plan: StepPlan, offsets: I64) -> list[Ask]:
-        """One ask for each row that has prompt positions to score."""
-        asks: list[Ask] = []
-        end = 0
-        for i in np.flatnonzero(plan.score_ends > plan.score_starts):
-            count = int(plan.score_ends[i] - plan.score_starts[i])
-            start, end = end, end + count
-            first = int(offsets[i] + plan.score_starts[i] - plan.starts[i])
-            params = self.seats.params_of(int(plan.seats[i]))
-            asks.append(
-                Ask(
-                    row=int(i),
-                    rows=np.arange(first, first + count),
-                    targets=plan.score_targets[start:end].astype(np.int64),
-                    top_k=params.logprob_top_k,
-                    token_ids=params.logprob_token_ids,
-                    temperature=params.prompt_temperature,
-                )
-            )
-        return asks
-
     def _output_scores(
-        self,
-        hidden: Tensor,
-        rows: I64,
-        seats: I64,
-        ids: I64,
-        logprobs: np.ndarray,
-        adjust: LogitAdjust | None,
-    ) -> dict[int, Scores]:
+        self, flight: "Flight", sampled: Sampled, ids: Tensor, adjust: LogitAdjust | None
+    ) -> tuple[tuple[Pending, ...], np.ndarray]:
         """Scores of drawn tokens for the requests that want them.
 
         The draw itself gives the processed logprob; only raw ones, best tokens and given ids need
-        the head once more, for those rows alone.
+        the head once more, for those rows alone. The rows for which the draw is enough come second.
         """
-        found: dict[int, Scores] = {}
-        raw: list[Ask] = []
-        processed: list[Ask] = []
-        for at, (row, seat) in enumerate(zip(rows, seats, strict=True)):
-            params = self.seats.params_of(int(seat))
-            if not params.logprobs:
-                continue
-            ask = Ask(
-                row=int(row),
-                rows=np.array([at]),
-                targets=ids[at : at + 1],
-                top_k=params.logprob_top_k,
-                token_ids=params.logprob_token_ids,
-                temperature=1.0 if params.raw_logprobs else params.temperature or 1.0,
-            )
-            if params.raw_logprobs:
-                raw.append(ask)
-            elif ask.top_k or ask.token_ids:
-                processed.append(ask)
-            else:
-                found[ask.row] = _drawn_only(logprobs[at : at + 1])
-        found |= self.scorer.score(hidden, raw)
-        found |= self.scorer.score(hidden, processed, adjust)
-        return found
+        notes, seats = self.seats.notes, sampled.seats
+        wanted, raw = notes.logprobs[seats], notes.raw[seats]
+        more = (notes.top_k[seats] > 0) | np.array([bool(notes.token_ids[s]) for s in seats])
+        found = []
+        for chosen, is_raw in ((wanted & raw, True), (wanted & ~raw & more, False)):
+            at = np.flatnonzero(chosen)
+            if len(at):
+                asks = drawn_asks(at, sampled.rows[at], seats[at], notes, raw=is_raw)
+                changes = None if is_raw else adjust
+                found.append(
+                    self.scorer.score(flight.hidden, asks, flight.transfer, changes, drawn=ids)
+                )
+        return tuple(found), np.flatnonzero(wanted & ~raw & ~more)
+
+
+class Outcome:
+    """What sampling will leave on the host, once the step's transfer has been waited for."""
+
+    def __init__(
+        self,
+        *,
+        rows: np.ndarray,
+        drawn: Drawn | None,
+        scores: tuple[Pending, ...],
+        plain: np.ndarray,
+    ) -> None:
+        self._rows = rows
+        self._drawn = drawn
+        self._scores = scores
+        self._plain = plain
+
+    def read(self, plan: StepPlan, prompt_scores: dict[int, Scores]) -> StepResult:
+        """The step's result."""
+        tokens = np.zeros(plan.num_rows, np.int32)
+        failed = np.zeros(plan.num_rows, np.bool_)
+        for row, scores in prompt_scores.items():
+            failed[row] = not np.isfinite(scores.logprobs).all()
+        output_scores: dict[int, Scores] = {}
+        if self._drawn is not None:
+            logprobs = self._drawn.logprobs()
+            tokens[self._rows] = self._drawn.host_ids
+            failed[self._rows] |= ~np.isfinite(logprobs)
+            for pending in self._scores:
+                output_scores |= pending.read()
+            for at in self._plain.tolist():
+                output_scores[int(self._rows[at])] = drawn_only(logprobs[at : at + 1])
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            failed=failed,
+            prompt_scores=prompt_scores,
+            output_scores=output_scores,
+        )
 
 
 class Flight:
     """One step between launch and result. Holds its buffer set's rows and host arrays only."""
 
     def __init__(
-        self, runner: Runner, plan: StepPlan, hidden: Tensor, prompt_scores: dict[int, Scores]
+        self,
+        runner: Runner,
+        plan: StepPlan,
+        hidden: Tensor,
+        prompt_scores: Pending,
+        transfer: Transfer,
     ) -> None:
         self.plan = plan
         self.hidden = hidden
-        self.prompt_scores = prompt_scores
+        self.transfer = transfer
+        self._prompt_scores = prompt_scores
         self._runner = runner
-        self._result: StepResult | None = None
+        self._outcome: Outcome | None = None
 
     def sample(self, adjust: LogitAdjust | None) -> None:
         """Draw this step's tokens; every earlier step's result must have been taken."""
-        self._result = self._runner.draw(self, adjust)
+        self._outcome = self._runner.draw(self, adjust)
 
     def wait(self) -> StepResult:
         """The step's result, on the host."""
-        if self._result is None:
+        if self._outcome is None:
             raise EngineError(f"step {self.plan.step}: waited for before it was sampled")
-        return self._result
-
-
-def _drawn_only(logprobs: np.ndarray) -> Scores:
-    return Scores(
-        logprobs=logprobs.copy(),
-        top_ids=np.empty((1, 0), np.int64),
-        top_logprobs=np.empty((1, 0), np.float32),
-        token_logprobs=np.empty((1, 0), np.float32),
-    )
+        self.transfer.wait()
+        return self._outcome.read(self.plan, self._prompt_scores.read())

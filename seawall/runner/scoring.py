@@ -2,195 +2,285 @@
 
 Everything here runs in the scope "logits". The account is split in two: most is the workspace of
 the numeric functions, whose own bound it is; the rest holds what goes in and comes out (gathered
-rows, sparse changes, results), and rows are taken in blocks that fit it.
+rows, sparse changes, results), and rows are taken in blocks that fit it. Nothing here waits for
+the device: results are host arrays whose content is there when the step's transfer has been waited
+for, and only then they are read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from seawall.core.errors import ModelError
-from seawall.core.step import I64, LogitAdjust, Scores
+from seawall.core.step import F32, I64, LogitAdjust, Scores
+from seawall.device.runtime import Transfer
 from seawall.memory.footprint_step import ADJUST_BYTES, logits_split, row_bytes
 from seawall.models.base import HeadWeights
+from seawall.runner.asks import NOBODY, Asks, Flat
 from seawall.runner.buffers import SeatTables
-from seawall.sampling.logprobs import SparseAdjust, linear_logprobs
-from seawall.sampling.sampler import linear_sample
+from seawall.sampling import entry, logprobs
+from seawall.sampling.adjust import SparseAdjust
+from seawall.sampling.sampler import DrawInput
+from seawall.sampling.tiles import LogitsInput
+
+_NO_IDS = np.empty((1, 0), np.int64)
+_NO_SCORES = np.empty((1, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Consecutive hidden rows of one request whose next tokens are scored.
+class Sampled:
+    """The rows of a step that draw a token.
 
     Attributes:
-        row: the plan's row.
-        rows: int64 [n] indices into the hidden matrix.
-        targets: int64 [n].
-        adjust: whether changes to logits apply (processed output scores).
+        rows: int64 [n] plan row of each, ascending.
+        seats: int64 [n].
+        device_seats, device_positions: int64 [n] on the device; the position is the drawn token's.
     """
 
-    row: int
     rows: I64
-    targets: I64
-    top_k: int
-    token_ids: tuple[int, ...]
-    temperature: float
+    seats: I64
+    device_seats: Tensor
+    device_positions: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Drawn tokens on the device, and host arrays that will hold them and their logprobs."""
+
+    ids: Tensor
+    host_ids: I64
+    host_logprobs: tuple[F32, ...]
+
+    def logprobs(self) -> F32:
+        """Processed logprobs, float32 [n]; after the wait."""
+        return np.concatenate(self.host_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one block of rows will leave on the host; `owners` index the asks."""
+
+    asks: Asks
+    owners: I64
+    logprobs: F32
+    top_ids: I64
+    top_logprobs: F32
+    token_logprobs: F32
+
+    def read(self) -> Iterator[tuple[int, Scores]]:
+        """Plan row and scores of each ask in the block."""
+        edges = np.flatnonzero(np.diff(self.owners)) + 1
+        bounds = [0, *edges.tolist(), len(self.owners)]
+        for start, end in pairwise(bounds):
+            owner = int(self.owners[start])
+            if owner == NOBODY:
+                continue
+            ids, part = self.asks.token_ids[owner], slice(start, end)
+            yield (
+                int(self.asks.plan_rows[owner]),
+                Scores(
+                    logprobs=self.logprobs[part].copy(),
+                    top_ids=self.top_ids[part, : self.asks.top_k[owner]].copy(),
+                    top_logprobs=self.top_logprobs[part, : self.asks.top_k[owner]].copy(),
+                    token_logprobs=self.token_logprobs[part, : len(ids)].copy(),
+                ),
+            )
+
+
+class Pending:
+    """Scores that the device may still be computing."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+
+    def add(self, part: _Part) -> None:
+        """One more block."""
+        self._parts.append(part)
+
+    def read(self) -> dict[int, Scores]:
+        """Scores by plan row; after the wait."""
+        found: dict[int, list[Scores]] = {}
+        for part in self._parts:
+            for row, scores in part.read():
+                found.setdefault(row, []).append(scores)
+        return {row: _joined(parts) for row, parts in found.items()}
 
 
 class Scorer:
-    """The LM head's owner on the step path: never more than a few numbers a row leave it."""
+    """The LM head's owner on the step path: never more than a few numbers a row leave it.
 
-    def __init__(self, head: HeadWeights, logits_bytes: int) -> None:
+    Args:
+        max_gaps: rows that nobody asked for but that are scored along with their neighbours, as a
+            share of those asked for, where that saves the copy of all of them.
+    """
+
+    def __init__(self, head: HeadWeights, logits_bytes: int, *, max_gaps: float = 0.0) -> None:
         if head.bias is not None and (head.scale != 1.0 or head.softcap is not None):
             raise ModelError(
                 f"LM head: a bias together with scale {head.scale} or softcap {head.softcap} is "
                 "not built yet; use another model"
             )
         self._head = head
+        self._max_gaps = max_gaps
         self._workspace_bytes, self._rows_bytes = logits_split(logits_bytes)
 
     def score(
-        self, hidden: Tensor, asks: Sequence[Ask], adjust: LogitAdjust | None = None
-    ) -> dict[int, Scores]:
-        """Logprobs for each ask, by plan row. `adjust.rows` index plan rows."""
-        found: dict[int, list[Scores]] = {}
-        for rich in (False, True):
-            chosen = [a for a in asks if bool(a.top_k or a.token_ids) is rich]
-            for block in self._blocks(chosen, hidden, adjust):
-                for ask, scores in self._score_block(hidden, block, adjust):
-                    found.setdefault(ask.row, []).append(scores)
-        return {row: _joined(parts) for row, parts in found.items()}
+        self,
+        hidden: Tensor,
+        asks: Asks,
+        transfer: Transfer,
+        adjust: LogitAdjust | None = None,
+        drawn: Tensor | None = None,
+    ) -> Pending:
+        """Logprobs for each ask.
+
+        Args:
+            hidden: the matrix that `asks.rows` index.
+            asks: what is wanted of which rows.
+            transfer: the step's.
+            adjust: changes to logits; its rows are plan rows.
+            drawn: int64, the targets of asks that have none, by hidden row.
+        """
+        pending = Pending()
+        rich = asks.rich
+        for chosen in (~rich, rich):
+            if chosen.any():
+                self._score(hidden, asks.only(chosen), (transfer, adjust, drawn), pending)
+        return pending
 
     def draw(
         self,
         hidden: Tensor,
-        rows: I64,
-        seats: I64,
-        positions: I64,
+        sampled: Sampled,
         tables: SeatTables,
+        transfer: Transfer,
         adjust: LogitAdjust | None,
-    ) -> tuple[I64, np.ndarray]:
-        """One token for each of `hidden`'s first rows.
-
-        Args:
-            hidden: at least n rows.
-            rows: int64 [n] plan row of each, ascending; what `adjust.rows` refers to.
-            seats: int64 [n], where `tables` has their sampling parameters.
-            positions: int64 [n] of the tokens to draw.
-            tables: sampling parameters by seat.
-            adjust: changes to logits, if any row has some.
-
-        Returns:
-            ids int64 [n] and their processed logprobs float32 [n], on the host.
-        """
-        ids = np.empty(len(rows), np.int64)
-        logprobs = np.empty(len(rows), np.float32)
-        changed = _changed_per_row(rows, adjust)
+    ) -> Drawn:
+        """One token for each of `hidden`'s first rows; the seats' newest tokens are set to them."""
+        changed = _changed_per_row(sampled.rows, adjust)
         cost = row_bytes(self._head.weight.shape[1], hidden.element_size(), 0, 0)
+        if self._max_gaps:
+            cost = row_bytes(0, 0, 0, 0)
+        found = []
         for start, end in _runs(cost + changed * ADJUST_BYTES, self._rows_bytes):
-            at = torch.from_numpy(seats[start:end])
-            drawn = linear_sample(
-                hidden[start:end],
-                self._head.weight,
+            at = sampled.device_seats[start:end]
+            changes = _sparse(adjust, sampled.rows[start:end], transfer)
+            transfer.send()
+            source = self._source(hidden[start:end], tables.temperature[at], changes)
+            filtered = bool(tables.notes.filtered[sampled.seats[start:end]].any())
+            draw = DrawInput(
                 seeds=tables.seed[at],
-                positions=torch.from_numpy(positions[start:end]),
-                temperature=tables.temperature[at],
-                top_k=tables.top_k[at],
-                top_p=tables.top_p[at],
-                min_p=tables.min_p[at],
-                bias=self._head.bias,
-                softcap=self._head.softcap,
-                scale=self._head.scale,
-                adjust=_sparse(adjust, rows[start:end]),
-                workspace_bytes=self._workspace_bytes,
+                positions=sampled.device_positions[start:end],
+                top_k=tables.top_k[at] if filtered else None,
+                top_p=tables.top_p[at] if filtered else None,
+                min_p=tables.min_p[at] if filtered else None,
             )
-            ids[start:end] = drawn.ids.numpy()
-            logprobs[start:end] = drawn.logprobs.numpy()
-        return ids, logprobs
+            drawn = entry.sample_rows(source, draw, self._workspace_bytes)
+            tables.last_token.index_copy_(0, at, drawn.ids)
+            found.append(transfer.take(drawn.logprobs))
+        ids = tables.last_token.index_select(0, sampled.device_seats)
+        return Drawn(ids=ids, host_ids=transfer.take(ids), host_logprobs=tuple(found))
+
+    def _source(self, hidden: Tensor, heat: Tensor, adjust: SparseAdjust | None) -> LogitsInput:
+        """What the head makes of these rows."""
+        return LogitsInput(
+            hidden=hidden,
+            weight=self._head.weight,
+            temperature=heat,
+            softcap=self._head.softcap,
+            scale=self._head.scale,
+            bias=self._head.bias,
+            adjust=adjust,
+        )
+
+    def _score(
+        self,
+        hidden: Tensor,
+        asks: Asks,
+        given: tuple[Transfer, LogitAdjust | None, Tensor | None],
+        pending: Pending,
+    ) -> None:
+        """Asks of one kind, in blocks whose inputs and results fit the rows' share."""
+        flat = asks.flat(self._max_gaps)
+        wide = not (self._max_gaps and flat.in_one)
+        changed = _changed_per_row(asks.plan_rows, given[1])
+        cost = ADJUST_BYTES * int(changed.max()) + row_bytes(
+            hidden.shape[1] if wide else 0,
+            hidden.element_size(),
+            int(asks.top_k.max()),
+            max(len(ids) for ids in asks.token_ids),
+        )
+        most = max(self._rows_bytes // cost, 1)
+        for start in range(0, len(flat.rows), most):
+            end = min(start + most, len(flat.rows))
+            pending.add(self._score_block(hidden, asks, flat, (start, end), given))
 
     def _score_block(
-        self, hidden: Tensor, block: Sequence[Ask], adjust: LogitAdjust | None
-    ) -> Iterator[tuple[Ask, Scores]]:
-        counts = np.array([len(a.rows) for a in block])
-        top_k = max(a.top_k for a in block)
-        num_ids = max(len(a.token_ids) for a in block)
-        ids = np.zeros((len(block), num_ids), np.int64)
-        for i, ask in enumerate(block):
-            ids[i, : len(ask.token_ids)] = ask.token_ids
-        plan_rows = np.repeat([a.row for a in block], counts)
-        temperature = np.repeat(np.array([a.temperature for a in block], np.float32), counts)
-        result = linear_logprobs(
-            hidden[torch.from_numpy(np.concatenate([a.rows for a in block]))],
-            self._head.weight,
-            torch.from_numpy(np.concatenate([a.targets for a in block])),
-            top_k=top_k,
-            token_ids=torch.from_numpy(np.repeat(ids, counts, axis=0)) if num_ids else None,
-            temperature=torch.from_numpy(temperature),
-            softcap=self._head.softcap,
-            bias=self._head.bias,
-            scale=self._head.scale,
-            adjust=_sparse(adjust, plan_rows),
-            workspace_bytes=self._workspace_bytes,
+        self,
+        hidden: Tensor,
+        asks: Asks,
+        flat: Flat,
+        span: tuple[int, int],
+        given: tuple[Transfer, LogitAdjust | None, Tensor | None],
+    ) -> _Part:
+        transfer, adjust, drawn = given
+        part = slice(*span)
+        rows, owners = flat.rows[part], flat.owners[part]
+        view = slice(int(rows[0]), int(rows[-1]) + 1)
+        asked = np.unique(owners[owners != NOBODY])
+        num_ids = max((len(asks.token_ids[i]) for i in asked), default=0)
+        # A row of nobody's takes the last ask's numbers, which are not read.
+        temperature = transfer.put(asks.temperature[owners])
+        ids = transfer.put(_id_table(asks, num_ids)[owners]) if num_ids else None
+        at = None if flat.in_one else transfer.put(rows)
+        targets = None if flat.targets is None else transfer.put(flat.targets[part])
+        plan_rows = np.where(owners == NOBODY, NOBODY, asks.plan_rows[owners])
+        changes = _sparse(adjust, plan_rows, transfer)
+        transfer.send()
+        if targets is None:
+            assert drawn is not None
+            targets = drawn[view] if at is None else drawn.index_select(0, at)
+        result = entry.score_rows(
+            self._source(
+                hidden[view] if at is None else hidden.index_select(0, at), temperature, changes
+            ),
+            logprobs.Ask(targets=targets, top_k=int(asks.top_k.max()), token_ids=ids),
+            self._workspace_bytes,
         )
         assert result.logprobs is not None
-        logprobs = result.logprobs.numpy()
-        top_ids = _host(result.top_ids, (len(logprobs), 0), np.int64)
-        tops = _host(result.top_logprobs, (len(logprobs), 0), np.float32)
-        given = _host(result.token_logprobs, (len(logprobs), 0), np.float32)
-        end = 0
-        for ask, count in zip(block, counts, strict=True):
-            part, end = slice(end, end + count), end + int(count)
-            yield (
-                ask,
-                Scores(
-                    logprobs=logprobs[part].copy(),
-                    top_ids=top_ids[part, : ask.top_k].copy(),
-                    top_logprobs=tops[part, : ask.top_k].copy(),
-                    token_logprobs=given[part, : len(ask.token_ids)].copy(),
-                ),
-            )
-
-    def _blocks(
-        self, asks: Sequence[Ask], hidden: Tensor, adjust: LogitAdjust | None
-    ) -> Iterator[list[Ask]]:
-        """Asks, cut where needed, in blocks whose inputs and results fit the rows' share."""
-        if not asks:
-            return
-        changed = _changed_per_row(np.array([a.row for a in asks]), adjust)
-        cost = ADJUST_BYTES * int(changed.max()) + row_bytes(
-            hidden.shape[1],
-            hidden.element_size(),
-            max(a.top_k for a in asks),
-            max(len(a.token_ids) for a in asks),
+        return _Part(
+            asks=asks,
+            owners=owners,
+            logprobs=transfer.take(result.logprobs),
+            top_ids=_taken(result.top_ids, transfer, _NO_IDS, len(rows)),
+            top_logprobs=_taken(result.top_logprobs, transfer, _NO_SCORES, len(rows)),
+            token_logprobs=_taken(result.token_logprobs, transfer, _NO_SCORES, len(rows)),
         )
-        room = most = max(self._rows_bytes // cost, 1)
-        block: list[Ask] = []
-        for ask in asks:
-            start = 0
-            while start < len(ask.rows):
-                end = min(start + room, len(ask.rows))
-                block.append(_part(ask, start, end))
-                room -= end - start
-                start = end
-                if room == 0:
-                    yield block
-                    block, room = [], most
-        if block:
-            yield block
 
 
-def _part(ask: Ask, start: int, end: int) -> Ask:
-    return Ask(
-        row=ask.row,
-        rows=ask.rows[start:end],
-        targets=ask.targets[start:end],
-        top_k=ask.top_k,
-        token_ids=ask.token_ids,
-        temperature=ask.temperature,
+def drawn_only(logprobs: F32) -> Scores:
+    """The scores of a draw of which nothing else was asked, float32 [1]."""
+    return Scores(
+        logprobs=logprobs,
+        top_ids=_NO_IDS,
+        top_logprobs=_NO_SCORES,
+        token_logprobs=_NO_SCORES,
     )
+
+
+def _id_table(asks: Asks, num_ids: int) -> I64:
+    """int64 [A, num_ids], filled up with id 0."""
+    table = np.zeros((len(asks.token_ids), num_ids), np.int64)
+    for i, ids in enumerate(asks.token_ids):
+        table[i, : min(len(ids), num_ids)] = ids[:num_ids]
+    return table
+
+
+def _taken(tensor: Tensor | None, transfer: Transfer, nothing: np.ndarray, rows: int) -> np.ndarray:
+    return nothing.repeat(rows, axis=0) if tensor is None else transfer.take(tensor)
 
 
 def _joined(parts: list[Scores]) -> Scores:
@@ -204,10 +294,6 @@ def _joined(parts: list[Scores]) -> Scores:
     )
 
 
-def _host(tensor: Tensor | None, shape: tuple[int, int], dtype: type) -> np.ndarray:
-    return np.empty(shape, dtype) if tensor is None else tensor.numpy()
-
-
 def _changed_per_row(rows: I64, adjust: LogitAdjust | None) -> I64:
     """How many logits of each row are changed."""
     if adjust is None:
@@ -215,8 +301,8 @@ def _changed_per_row(rows: I64, adjust: LogitAdjust | None) -> I64:
     return np.searchsorted(adjust.rows, rows, "right") - np.searchsorted(adjust.rows, rows, "left")
 
 
-def _sparse(adjust: LogitAdjust | None, plan_rows: I64) -> SparseAdjust | None:
-    """The changes of `plan_rows`, renumbered to their place in it."""
+def _sparse(adjust: LogitAdjust | None, plan_rows: I64, transfer: Transfer) -> SparseAdjust | None:
+    """The changes of `plan_rows`, renumbered to their place in it; to be sent."""
     if adjust is None:
         return None
     first = np.searchsorted(adjust.rows, plan_rows, "left")
@@ -226,20 +312,19 @@ def _sparse(adjust: LogitAdjust | None, plan_rows: I64) -> SparseAdjust | None:
     ends = np.cumsum(counts)
     take = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
     return SparseAdjust(
-        row=torch.from_numpy(np.repeat(np.arange(len(plan_rows)), counts)),
-        ids=torch.from_numpy(adjust.ids[take]),
-        repetition=torch.from_numpy(adjust.repetition[take]),
-        add=torch.from_numpy(adjust.add[take]),
+        row=transfer.put(np.repeat(np.arange(len(plan_rows)), counts)),
+        ids=transfer.put(adjust.ids[take]),
+        repetition=transfer.put(adjust.repetition[take]),
+        add=transfer.put(adjust.add[take]),
     )
 
 
 def _runs(costs: I64, limit: int) -> Iterator[tuple[int, int]]:
     """Half-open runs of rows whose costs add up to at most `limit`; one row at least."""
-    start, total = 0, 0
-    for i, cost in enumerate(costs):
-        if i > start and total + cost > limit:
-            yield start, i
-            start, total = i, 0
-        total += int(cost)
-    if start < len(costs):
-        yield start, len(costs)
+    ends = np.cumsum(costs)
+    start = 0
+    while start < len(costs):
+        base = int(ends[start - 1]) if start else 0
+        end = max(int(np.searchsorted(ends, base + limit, "right")), start + 1)
+        yield start, end
+        start = end

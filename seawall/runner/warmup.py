@@ -17,6 +17,8 @@ from seawall.runner.runner import Runner
 
 _TOP_K = 20
 _TOUCHED = 64
+# More rows than any kernel's shape for few.
+_MANY_ROWS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class WarmupShape:
 
     limits: Limits
     num_pages: int
+    num_window_pages: int
     vocab_size: int
     max_top_k: int
 
@@ -48,11 +51,35 @@ def warm_up(runner: Runner, shape: WarmupShape) -> None:
         runner.launch(plan).sample(_adjust(plan, shape))
 
 
-def _plan(step: int, lengths: I32, shape: WarmupShape) -> StepPlan:
+def warm_kernels(runner: Runner, shape: WarmupShape) -> None:
+    """Run small steps of each kind, so that no kernel is compiled while requests wait.
+
+    Kernels are compiled apart for a single row, for few rows and for many, and for draws and scores
+    that need filters, changes or best ids and those that don't.
+    """
+    most = min(shape.limits.max_running, _MANY_ROWS)
+    # Counts that are multiples of 16 are compiled apart, too.
+    counts = sorted({1, min(3, most), min(16, most), max(1, most - 1), most})
+    for step, count in enumerate(counts):
+        for rich in (True, False):
+            plan = _plan(step, np.ones(count, np.int32), shape, rich=rich)
+            runner.launch(plan).sample(_adjust(plan, shape) if rich else None)
+    for step, length in enumerate((2, 3, 16, _MANY_ROWS - 1, _MANY_ROWS)):
+        room = shape.limits.step_tokens - shape.limits.max_running
+        lengths = np.array([min(length, room, shape.longest)], np.int32)
+        runner.launch(_plan(step, lengths, shape, rich=False)).sample(None)
+
+
+def _plan(step: int, lengths: I32, shape: WarmupShape, *, rich: bool = True) -> StepPlan:
     seats = np.arange(len(lengths), dtype=np.int32)
     starts = (shape.longest - lengths).astype(np.int32)
     columns = np.arange(-(-shape.longest // shape.limits.page_size), dtype=np.int32)
-    pages = (seats[:, None] * len(columns) + columns[None, :]) % shape.num_pages
+    entries = (seats[:, None] * len(columns) + columns[None, :]).reshape(-1)
+    pages = (entries % shape.num_pages).astype(np.int32)
+    changed = np.repeat(seats, len(columns)), np.tile(columns, len(seats)), pages
+    window_changed = (np.empty(0, np.int32),) * 3
+    if shape.num_window_pages:
+        window_changed = (*changed[:2], (entries % shape.num_window_pages).astype(np.int32))
     scored = np.where(lengths > 1, lengths, 0)
     num_tokens = int(lengths.sum())
     return StepPlan(
@@ -68,10 +95,15 @@ def _plan(step: int, lengths: I32, shape: WarmupShape) -> StepPlan:
         score_starts=starts,
         score_ends=(starts + scored).astype(np.int32),
         score_targets=(np.arange(int(scored.sum())) % shape.vocab_size).astype(np.int32),
-        table_seats=np.repeat(seats, len(columns)),
-        table_columns=np.tile(columns, len(seats)),
-        table_pages=pages.reshape(-1).astype(np.int32),
-        admitted=tuple(_params(int(seat), shape) for seat in seats),
+        table_seats=changed[0],
+        table_columns=changed[1],
+        table_pages=changed[2],
+        window_seats=window_changed[0],
+        window_columns=window_changed[1],
+        window_pages=window_changed[2],
+        admitted=tuple(
+            _params(int(seat), shape) if rich else _plain_params(int(seat)) for seat in seats
+        ),
     )
 
 
@@ -86,6 +118,22 @@ def _params(seat: int, shape: WarmupShape) -> SeatParams:
         logprobs=True,
         logprob_top_k=min(_TOP_K, shape.max_top_k),
         logprob_token_ids=(0, shape.vocab_size - 1),
+        raw_logprobs=seat % 2 == 0,
+        prompt_temperature=1.0,
+    )
+
+
+def _plain_params(seat: int) -> SeatParams:
+    return SeatParams(
+        seat=seat,
+        temperature=1.0,
+        top_k=-1,
+        top_p=1.0,
+        min_p=0.0,
+        seed=seat,
+        logprobs=True,
+        logprob_top_k=0,
+        logprob_token_ids=(),
         raw_logprobs=seat % 2 == 0,
         prompt_temperature=1.0,
     )

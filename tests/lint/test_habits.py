@@ -11,6 +11,8 @@ from source_tree import REPO, Source, sources
 BOUNDARIES = {
     "seawall/engine/core.py": "the core's step: answers the requests it touched, serves the rest",
     "seawall/engine/driver.py": "the core's thread: the error is raised again in the caller's",
+    "seawall/engine/__main__.py": "the engine process's calls: the error is sent to the caller",
+    "seawall/server/client.py": "the front process: ends the request whose output can't be read",
     "seawall/text/tokenizer.py": "tokenizers raises the bare class for every kind of bad file",
 }
 # file -> whose attributes it asks for by name

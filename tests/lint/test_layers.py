@@ -31,7 +31,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"core"},
     "scheduler": {"core", "memory", "cache"},
     "process": {"core"},  # starting, watching and ending processes; knows no engine
-    "server": {"core", "text"},  # meets the engine only in core.wire
+    # Meets the engine only in core.wire and process. Of offline it shares what reads a call and
+    # writes its result: parts without torch that know no engine either.
+    "server": {
+        "core",
+        "text",
+        "process",
+        "offline.inputs",
+        "offline.collect",
+        "offline.forms",
+        "offline.scores",
+        "offline.score",
+    },
     "device": {"core", "memory"},
     "parallel": {"core", "memory", "device"},  # memory: footprints of its buffers
     "kernels": {"core"},
@@ -59,7 +70,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"core", "sampling", "kernels", "parallel"},  # public numeric functions
     # Users of the public surface, which may therefore import the package itself.
     # sampling: `logits` times the step path itself, without the public checks
-    "benchmarks": {"core", "memory", "offline", "ops", "sampling", "__init__"},
+    # cache: `memory` times the prefix tree without an engine
+    "benchmarks": {"core", "memory", "cache", "offline", "ops", "sampling", "__init__"},
     "cli": {"core", "memory", "offline", "server", "engine", "benchmarks", "__init__"},
     "eval": {"core", "text", "offline"},  # text: the type of the engine's tokenizer
     # Front doors: they hand over to one part and hold nothing.
@@ -93,6 +105,7 @@ OPTIONAL_PARTS: dict[str, set[str]] = {
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
+    "uvloop": {"server"},
     "prometheus_client": {"server"},
     "zmq": {"server", "process", "engine"},
 }
