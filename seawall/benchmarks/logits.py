@@ -8,8 +8,9 @@ weights of an LM head. Each way runs on the same inputs in the same process:
     one pass   product with float32 output in chunks of 2,048 rows, one reading pass (CUDA only)
     seawall    the numbers of linear_logprobs inside 64 MiB
 
-Bytes are those of temporary tensors at peak, results excepted; the error is the largest against
-float64 from the same inputs, on a sample of rows. On a CPU bytes are not counted here.
+Bytes are those of temporary tensors at peak, results excepted: the allocator's count on a GPU, the
+dispatch-level tracker's on a CPU (in a call of its own, not a timed one). The error is the largest
+against float64 from the same inputs, on a sample of rows.
 """
 
 import itertools
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from seawall.device.tracker import Tracker
 from seawall.sampling import entry
 from seawall.sampling.logprobs import Ask
 from seawall.sampling.tiles import LogitsInput
@@ -43,7 +45,7 @@ class Measurement:
     top_k: int
     milliseconds: float
     repeats: int
-    peak_bytes: int | None
+    peak_bytes: int
     error: float
 
 
@@ -153,10 +155,13 @@ def time_of(call: Callable[[], object], device: torch.device, seconds: float) ->
     return statistics.median(times), len(times)
 
 
-def peak_of(call: Callable[[], Scores], device: torch.device) -> int | None:
-    """Bytes of temporary tensors at peak, results excepted; None on a CPU."""
+def peak_of(call: Callable[[], Scores], device: torch.device) -> int:
+    """Bytes of temporary tensors at peak, results excepted."""
     if device.type == "cpu":
-        return None
+        with Tracker() as tracker, tracker.scope("call"):
+            result = call()
+            kept = sum(t.untyped_storage().nbytes() for t in result if t is not None)
+        return tracker.readings()["call"].peak - kept
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -219,10 +224,9 @@ def table(measurements: Sequence[Measurement]) -> str:
         f"{'way':10} {'rows':>6} {'vocab':>7} {'k':>4} {'ms':>10} {'peak MiB':>9} {'error':>8}"
     ]
     for one in measurements:
-        peak = "-" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:.1f}"
         lines.append(
             f"{one.way:10} {one.rows:6} {one.vocab_size:7} {one.top_k:4} "
-            f"{one.milliseconds:10.3f} {peak:>9} {one.error:8.1e}"
+            f"{one.milliseconds:10.3f} {one.peak_bytes / 2**20:9.1f} {one.error:8.1e}"
         )
     return "\n".join(lines)
 

@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Users of the public surface, which may therefore import the package itself.
     # sampling: `logits` times the step path itself, without the public checks
     # cache: `memory` times the prefix tree without an engine
-    "benchmarks": {"core", "memory", "cache", "offline", "ops", "sampling", "__init__"},
+    "benchmarks": {"core", "memory", "cache", "device", "offline", "ops", "sampling", "__init__"},
     "cli": {"core", "memory", "offline", "server", "engine", "benchmarks", "__init__"},
     "eval": {"core", "text", "offline"},  # text: the type of the engine's tokenizer
     # Front doors: they hand over to one part and hold nothing.
