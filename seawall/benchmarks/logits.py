@@ -161,7 +161,7 @@ def peak_of(call: Callable[[], Scores], device: torch.device) -> int:
         with Tracker() as tracker, tracker.scope("call"):
             result = call()
             kept = sum(t.untyped_storage().nbytes() for t in result if t is not None)
-        return tracker.readings()["call"].peak - kept
+        return int(tracker.readings()["call"].peak - kept)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -223,11 +223,11 @@ def table(measurements: Sequence[Measurement]) -> str:
     lines = [
         f"{'way':10} {'rows':>6} {'vocab':>7} {'k':>4} {'ms':>10} {'peak MiB':>9} {'error':>8}"
     ]
-    for one in measurements:
-        lines.append(
-            f"{one.way:10} {one.rows:6} {one.vocab_size:7} {one.top_k:4} "
-            f"{one.milliseconds:10.3f} {one.peak_bytes / 2**20:9.1f} {one.error:8.1e}"
-        )
+    lines += [
+        f"{one.way:10} {one.rows:6} {one.vocab_size:7} {one.top_k:4} "
+        f"{one.milliseconds:10.3f} {one.peak_bytes / 2**20:9.1f} {one.error:8.1e}"
+        for one in measurements
+    ]
     return "\n".join(lines)
 
 

@@ -128,9 +128,27 @@ class CompanionStore:
         return self._plain_bytes + self._extra_peak
 
     def reset(self) -> None:
-        """Forget all extras: the cache is empty."""
+        """Forget everything: the cache is empty, or the weights are others."""
+        self._logprobs.fill(np.nan)
+        self._best_ids.fill(-1)
         for page in list(self._extras):
             self._drop_page(page)
+
+    def borrow(self, num_bytes: int) -> bool:
+        """Count scores that wait for their page among the extras; False if the cap has no room."""
+        if num_bytes > self._extra_cap:
+            return False
+        while self._extra_bytes + num_bytes > self._extra_cap:
+            if not self._extras:
+                return False
+            self._drop_page(next(iter(self._extras)))
+        self._extra_bytes += num_bytes
+        self._extra_peak = max(self._extra_peak, self._extra_bytes)
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Undo `borrow`."""
+        self._extra_bytes -= num_bytes
 
     def clear(self, page_ids: PageIds) -> None:
         """Forget all about these pages: they are given out anew."""

@@ -349,6 +349,13 @@ class LeaseBook:
         self._open[lease.owner] = lease
         return lease
 
+    def flush(self) -> bool:
+        """Free every cached page that nobody holds; whether all are gone, and their records."""
+        done = self.cache.reset()
+        if done:
+            self.companions.reset()
+        return done
+
     def forget(self, lease: Lease) -> None:
         """Called by a lease that ends."""
         del self._open[lease.owner]

@@ -68,7 +68,8 @@ class Control:
         wanted = _known(tags) - self._released
         # What has no memory (graphs, on the CPU) has nothing to wait for either.
         chosen = {tag for tag in wanted if self._arena.bytes(ACCOUNTS[tag])}
-        if not self._core.settle():
+        # Requests that are held behind an update wait too.
+        if not self._core.settle() or self._core.scheduler.has_work:
             counts = self._core.scheduler.counts
             raise EngineError(
                 f"release_memory_occupation: {counts.running} requests run and {counts.waiting} "
@@ -113,13 +114,13 @@ class Control:
 
         Raises:
             ConfigError, ModelError: it does not fit the model; nothing was changed.
-            EngineError: the memory of the weights is released.
+            EngineError: the memory of the weights is released, or the cache can't be emptied;
+                nothing was changed.
         """
         self._check_weights("update_weights_from_disk")
         try:
             with self._meter.scope(None):
-                self._weights.update_from_folder(folder, version)
-            self._flush()
+                self._weights.update_from_folder(folder, version, self._flush)
             # Scales of the KV pool are captured by value.
             self._runner.drop_graphs()
             self._runner.capture_again()
@@ -129,18 +130,18 @@ class Control:
     def update_from_tensors(
         self, tensors: NamedTensors, version: str | None, *, flush_cache: bool
     ) -> None:
-        """Take some weights; cached prefixes go if `flush_cache` says so.
+        """Take some weights; cached prefixes go if `flush_cache` says so, their logprobs always.
 
         Raises:
             ModelError: a tensor does not fit; nothing was changed.
-            EngineError: the memory of the weights is released.
+            EngineError: the memory of the weights is released, or the cache can't be emptied;
+                nothing was changed.
         """
         self._check_weights("update_weights_from_tensor")
         try:
             with self._meter.scope(None):
-                self._weights.update_from_tensors(tensors, version)
-            if flush_cache:
-                self._flush()
+                before = self._flush if flush_cache else self._core.leases.companions.reset
+                self._weights.update_from_tensors(tensors, version, before)
         finally:
             self._refuse_or_serve()
 
@@ -164,8 +165,11 @@ class Control:
             )
 
     def _flush(self) -> None:
-        done = self._core.leases.cache.reset()
-        assert done, "a cached prefix is held although no request runs"
+        if not self._core.leases.flush():
+            raise EngineError(
+                "kv: cached prefixes are held although no request runs, and would be taken for "
+                "those of other weights; see violations in memory_report, make a new Engine"
+            )
 
     def _refuse_or_serve(self) -> None:
         reason = self._weights.problem

@@ -92,6 +92,9 @@ class EngineCore:
     def refuse(self, reason: str | None) -> None:
         """Refuse every request from here on for that reason, or for None serve them again."""
         self._refusal = reason
+        if reason is not None:
+            # Only requests that were held wait here: they came while it could not be known.
+            self.scheduler.abort(None, reason, status_code=503)
 
     def settle(self) -> bool:
         """Whether nothing waits or runs besides requests that are held.
@@ -209,5 +212,5 @@ class EngineCore:
     def _flush(self, message: FlushCache) -> None:
         # A step of ended requests may still be in flight: what it reads is freed, but written
         # again by later steps only.
-        done = not self.scheduler.has_work and self.leases.cache.reset()
+        done = not self.scheduler.has_work and self.leases.flush()
         self._answers.append(CacheFlushed(ticket=message.ticket, done=done))

@@ -194,8 +194,8 @@ class CoreThread:
     def _take_messages(self, core: EngineCore) -> bool:
         """Hand over what is in the inbox; wait for something when there is no work."""
         messages: list[ToCore] = []
-        self._run_put_off(core)
-        wait = not core.has_work
+        # What a call has turned away is delivered by the next turn.
+        wait = not self._run_put_off(core) and not core.has_work
         while True:
             try:
                 item = self._inbox.get(timeout=_IDLE_SECONDS) if wait else self._inbox.get_nowait()
@@ -220,13 +220,15 @@ class CoreThread:
         else:
             _run_call(call)
 
-    def _run_put_off(self, core: EngineCore) -> None:
-        """Run what waits for the earlier requests, if they have all ended."""
-        if self._put_off and core.settle():
-            for call in self._put_off:
-                _run_call(call)
-            self._put_off.clear()
-            core.scheduler.let_go()
+    def _run_put_off(self, core: EngineCore) -> bool:
+        """Run what waits for the earlier requests, if they have all ended; whether it did."""
+        if not self._put_off or not core.settle():
+            return False
+        for call in self._put_off:
+            _run_call(call)
+        self._put_off.clear()
+        core.scheduler.let_go()
+        return True
 
     def _is_abandoned(self, key: str) -> bool:
         talk = self._talks.get(key)

@@ -12,7 +12,7 @@ Used on the core thread, while no request runs.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -118,33 +118,46 @@ class Weights:
             return None
         name = min(self._empty)
         return (
-            f"weights: {len(self._empty)} of {len(self._views)} have no content since their memory "
-            f"was released, {name} is one; call update_weights_from_tensor or "
-            "update_weights_from_disk"
+            f"weights: {len(self._empty)} of {len(self._views)} have no content, since their "
+            f"memory was released or an update broke off, {name} is one; call "
+            "update_weights_from_tensor or update_weights_from_disk"
         )
 
-    def update_from_folder(self, folder: Path, version: str | None) -> None:
+    def update_from_folder(
+        self, folder: Path, version: str | None, before: Callable[[], None]
+    ) -> None:
         """Take all weights of a checkpoint of the same model.
+
+        Args:
+            folder: the checkpoint.
+            version: what results are marked with from here on.
+            before: called when nothing is left that could refuse, before the first write.
 
         Raises:
             ConfigError: config.json is another model's.
             ModelError: the checkpoint does not fit; nothing was changed.
+            Exception: whatever `before` raises; nothing was changed.
         """
         self._check_model(folder)
         self._check_names(_Folder(folder))
         scales = self._scales(folder) if self._is_scaled else None
+        before()
         self._fill_from(_Folder(folder))
         if scales is not None:
             self._pool.set_scales(scales)
         self._name(version)
 
-    def update_from_tensors(self, tensors: NamedTensors, version: str | None) -> None:
-        """Take some weights, by their names in the checkpoint.
+    def update_from_tensors(
+        self, tensors: NamedTensors, version: str | None, before: Callable[[], None]
+    ) -> None:
+        """Take some weights, by their names in the checkpoint; arguments as of a folder.
 
         Raises:
             ModelError: one does not fit; nothing was changed.
+            Exception: whatever `before` raises; nothing was changed.
         """
         found = check_tensors(tensors, self._views, self._extras)
+        before()
         with self._changing(found):
             for name, tensor in found.items():
                 copy_pieces(tensor.detach(), self._views[name])

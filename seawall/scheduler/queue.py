@@ -83,7 +83,8 @@ class WaitQueue:
 
     def hold_from(self, arrival: int | None) -> None:
         """Keep requests from that arrival number on waiting; None keeps none."""
-        self._held_from = arrival
+        if arrival is None or self._held_from is None:
+            self._held_from = arrival
 
     @property
     def has_eligible(self) -> bool:

@@ -25,6 +25,7 @@ from seawall.core.request import Request, first_scored_position
 from seawall.core.step import Scores, StepPlan, StepResult
 
 _OUTPUTS_A_WRITE = 16
+PIECE_BYTES = 1024  # objects and four array headers
 
 
 class Recall(Protocol):
@@ -87,6 +88,12 @@ class _Piece:
     wanted: Wanted
 
     @property
+    def num_bytes(self) -> int:
+        scores = self.scores
+        arrays = (scores.logprobs, scores.top_ids, scores.top_logprobs, scores.token_logprobs)
+        return PIECE_BYTES + sum(array.nbytes for array in arrays)
+
+    @property
     def end(self) -> int:
         return self.start + len(self.scores.logprobs)
 
@@ -123,25 +130,22 @@ class CompanionRecall:
         if scores is not None:
             wanted = Wanted.of_prompt(request.logprob)
             start = int(plan.score_starts[row]) + 1
-            self._wait(request, _Piece(start=start, scores=scores, wanted=wanted))
             self.settle(request, lease)
+            self._place(request, lease, _Piece(start=start, scores=scores, wanted=wanted))
         scores = result.output_scores.get(row)
         if scores is not None and _keeps_outputs(request):
             wanted = _wanted_of_output(request)
             piece = _Piece(start=request.num_tokens, scores=scores, wanted=wanted)
-            if self._wait(request, piece) >= _OUTPUTS_A_WRITE:
+            num_waiting = self._wait(request, piece)
+            if num_waiting == 0:
+                self._place(request, lease, piece)
+            elif num_waiting >= _OUTPUTS_A_WRITE:
                 self.settle(request, lease)
 
     def settle(self, request: Request, lease: Lease) -> None:
         """Write what has pages; a token may be scored before there is a page for it."""
-        pieces = self._waiting.pop(request.arrival, None)
-        if pieces is None:
-            return
-        for piece in _joined(pieces):
-            self._store.record(lease.page_ids, piece.start, piece.scores, piece.wanted)
-            rest = _after(piece, lease.num_tokens)
-            if rest is not None:
-                self._wait(request, rest)
+        for piece in _joined(self._taken(request)):
+            self._place(request, lease, piece)
 
     def save(self, request: Request, lease: Lease) -> None:
         """See Recall; pages may be evicted before the request comes back, so all is kept."""
@@ -161,12 +165,26 @@ class CompanionRecall:
 
     def forget(self, request: Request) -> None:
         """See Recall."""
-        self._waiting.pop(request.arrival, None)
+        self._taken(request)
+
+    def _place(self, request: Request, lease: Lease, piece: _Piece) -> None:
+        self._store.record(lease.page_ids, piece.start, piece.scores, piece.wanted)
+        rest = _after(piece, lease.num_tokens)
+        if rest is not None:
+            self._wait(request, rest)
 
     def _wait(self, request: Request, piece: _Piece) -> int:
+        """Keep a piece until it has a page; how many wait, 0 if the account has no room for it."""
+        if not self._store.borrow(piece.num_bytes):
+            return 0
         pieces = self._waiting.setdefault(request.arrival, [])
         pieces.append(piece)
         return len(pieces)
+
+    def _taken(self, request: Request) -> list[_Piece]:
+        pieces = self._waiting.pop(request.arrival, [])
+        self._store.give_back(sum(piece.num_bytes for piece in pieces))
+        return pieces
 
 
 def _keeps_outputs(request: Request) -> bool:
