@@ -30,6 +30,14 @@ class ChunkCache:
         """Find what the samples of the same group have stored (never without an extra key)."""
         return self._tree.match(key)
 
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find."""
+        return self._tree.measure(key)
+
+    def use(self, match: Match) -> None:
+        """Count a match that somebody goes on from."""
+        self._tree.use(match)
+
     def lock(self, node: TreeNode) -> None:
         """Keep the prefix that ends in `node`."""
         self._tree.lock(node)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from seawall.cache.companions import CompanionStore
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
-from seawall.cache.prefix import PrefixCache, PrefixKey
+from seawall.cache.prefix import Match, PrefixCache, PrefixKey
 from seawall.cache.windows import NoWindows, Windows
 from seawall.core.errors import PageError
 
@@ -75,6 +75,7 @@ class Lease:
         book.windows.lock(match.page_ids[self.window_from :])
         self._book = book
         self._extra_key = key.extra_key
+        self._match: Match | None = match
         self._node: TreeNode | None = match.node
         self._pages: PageIds = np.empty(self.num_pages + _SPARE_ENTRIES, np.int32)
         self._pages[: self.num_pages] = match.page_ids
@@ -117,6 +118,17 @@ class Lease:
     def reads_from(self, position: int) -> bool:
         """Whether all window pages are here that a query at `position`, or a later one, reads."""
         return self.window_from <= self._book.windows.first_read(position)
+
+    def confirm(self) -> None:
+        """The request runs with what was found in the cache: that counts as one use of it.
+
+        A lease that ends without has left order and totals of the cache as they were, so that a
+        request that waits does not pass for many.
+        """
+        self._require_open("confirm")
+        if self._match is not None:
+            self._book.cache.use(self._match)
+            self._match = None
 
     def reserve(self, num_tokens: int) -> bool:
         """Make sure that positions [0, num_tokens) have pages, evicting if free ones run short.

@@ -42,10 +42,18 @@ class PrefixKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """The longest stored prefix of a key; lock `node` before the next call that evicts."""
+    """The longest stored prefix of a key; lock `node` before the next call that evicts.
+
+    Attributes:
+        page_ids: the cache's pages of that prefix, in order.
+        num_tokens: how long it is.
+        num_asked: how long the key was.
+        node: the node that the prefix ends in.
+    """
 
     page_ids: PageIds
     num_tokens: int
+    num_asked: int
     node: TreeNode
 
 
@@ -87,7 +95,13 @@ class PrefixCache(Protocol):
         """Pages that `evict` could free now; O(1)."""
 
     def match(self, key: PrefixKey) -> Match:
-        """Find the longest stored prefix, in whole pages, and mark it as used."""
+        """Find the longest stored prefix, in whole pages; order and totals stay as they are."""
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find; changes nothing."""
+
+    def use(self, match: Match) -> None:
+        """Somebody goes on from this match, whose node is locked: it counts, and it is renewed."""
 
     def lock(self, node: TreeNode) -> None:
         """Protect the prefix that ends in `node` from eviction, until as many unlocks."""

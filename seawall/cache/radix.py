@@ -62,19 +62,39 @@ class RadixCache:
         self._totals = _Totals()
 
     def match(self, key: PrefixKey) -> Match:
-        """Find the longest stored prefix, in whole pages, and mark it as used.
+        """Find the longest stored prefix, in whole pages; order and totals stay as they are.
 
         A node that matches in part is split, so that the match ends at a node's end and a lock
         protects the matched pages and no others.
         """
-        num_pages = len(key) // self._page_size
-        node, found = self._walk(key, num_pages)
+        node, found = self.root, list[PageIds]()
+        for child, same in self._steps(key, len(key) // self._page_size):
+            node = child if same == len(child.page_ids) else self._split(child, same)
+            found.append(node.page_ids)
         page_ids = np.concatenate(found) if found else _NO_PAGES
         num_tokens = len(page_ids) * self._page_size
+        return Match(page_ids=page_ids, num_tokens=num_tokens, num_asked=len(key), node=node)
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find; changes nothing."""
+        return len(self.find(key)) * self._page_size
+
+    def find(self, key: PrefixKey) -> PageIds:
+        """Pages of the longest stored prefix; changes nothing."""
+        steps = self._steps(key, len(key) // self._page_size)
+        return np.concatenate([_NO_PAGES, *(child.page_ids[:same] for child, same in steps)])
+
+    def use(self, match: Match) -> None:
+        """Somebody goes on from this match, whose node is locked: it counts, and it is renewed."""
         self._totals.lookups += 1
-        self._totals.lookup_tokens += len(key)
-        self._totals.hit_tokens += num_tokens
-        return Match(page_ids=page_ids, num_tokens=num_tokens, node=node)
+        self._totals.lookup_tokens += match.num_asked
+        self._totals.hit_tokens += match.num_tokens
+        self._clock += 1
+        step: TreeNode | None = match.node
+        while step is not None:
+            step.last_used = self._clock
+            step.num_hits += 1
+            step = step.parent
 
     def lock(self, node: TreeNode) -> None:
         """Protect the prefix that ends in `node` from eviction; O(depth)."""
@@ -194,29 +214,37 @@ class RadixCache:
             yield node
             pending.extend(node.children.values())
 
-    def _walk(
-        self, key: PrefixKey, num_pages: int, priority: int | None = None
-    ) -> tuple[TreeNode, list[PageIds]]:
-        """Follow a key down; returns the node at the end of its stored part, and the pages."""
-        self._clock += 1
+    def _steps(self, key: PrefixKey, num_pages: int) -> Iterator[tuple[TreeNode, int]]:
+        """Follow a key down: each node on its way, and how many of its pages the key has.
+
+        Only the last node can have more. The caller may split it.
+        """
         size = self._page_size
-        node, found, done = self.root, list[PageIds](), 0
+        node, done = self.root, 0
         while done < num_pages:
             self._totals.node_visits += 1
             child = node.children.get(self._edge(key, done))
             if child is None:
-                break
+                return
+            num_left = len(child.page_ids)
             same = common_length(child.tokens, key.tokens[done * size : num_pages * size]) // size
-            if same < len(child.page_ids):
-                child = self._split(child, same)
-            child.last_used = self._clock
-            if priority is None:
-                child.num_hits += 1
-            else:
-                child.priority = max(child.priority, priority)
-            found.append(child.page_ids)
+            yield child, same
+            if same < num_left:
+                return
             done += same
             node = child
+
+    def _walk(
+        self, key: PrefixKey, num_pages: int, priority: int
+    ) -> tuple[TreeNode, list[PageIds]]:
+        """The node at the end of the stored part of a key to be stored, and the pages up to it."""
+        self._clock += 1
+        node, found = self.root, list[PageIds]()
+        for child, same in self._steps(key, num_pages):
+            node = child if same == len(child.page_ids) else self._split(child, same)
+            node.last_used = self._clock
+            node.priority = max(node.priority, priority)
+            found.append(node.page_ids)
         return node, found
 
     def _edge(self, key: PrefixKey, page: int) -> bytes:

@@ -356,6 +356,7 @@ class Scheduler:
         if not lease.reserve(end):
             lease.release(request.tokens, 0, insert=False)
             return 0
+        lease.confirm()
         admission.admit(request, num_shared)
         self._queue.remove(request)
         self._seats.take(request, lease)
@@ -397,7 +398,7 @@ class Scheduler:
     def _match_length(self, request: Request) -> int:
         tokens = request.tokens[: request.num_tokens]
         key = PrefixKey(tokens=tokens, extra_key=self._cache_key(request))
-        return self._leases.cache.match(key).num_tokens
+        return self._leases.cache.measure(key)
 
     # -- results -----------------------------------------------------------------------------
 

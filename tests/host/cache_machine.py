@@ -76,6 +76,7 @@ class CacheMachine:
                 num_full_pages=num_pages,
                 page_size=page_size,
                 window=window,
+                order=EVICTION_ORDERS[policy],
             )
             cache = SwaCache(self.tree, self.windows)
         self.cache = cache
@@ -114,6 +115,8 @@ class CacheMachine:
         assert lease.num_tokens == lease.writable_from == expected
         assert lease.num_own == 0
         assert lease.reads_from(max(expected - 1, 0))
+        if self.num_opened % 4:
+            lease.confirm()
         self.running.append(Running(lease, tokens, extra_key))
 
     def reserve_and_write(self, which: int, num_new: int) -> None:

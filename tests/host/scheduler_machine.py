@@ -385,6 +385,7 @@ class SchedulerMachine:
                 num_full_pages=setup.num_pages,
                 page_size=setup.page_size,
                 window=setup.window,
+                order=order,
             )
             tree = SwaCache(tree, self.windows)
         cache = tree if setup.radix else ChunkCache(tree)
@@ -514,6 +515,8 @@ class SchedulerMachine:
         assert self.leases.audit() == []
         running = self.scheduler._running
         assert self.leases.num_open == len(running)
+        # A request counts as a use of the cache when it is seated, however long it waited.
+        assert self.leases.cache.stats().num_lookups == self.scheduler._seats._num_taken
         ranks = [self.scheduler._queue.rank(request) for request in running]
         assert ranks == sorted(ranks)
         if self.setup.conservativeness >= 1:
