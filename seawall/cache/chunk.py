@@ -6,6 +6,8 @@ lives only while it is locked. A key without `extra_key` is never stored and nev
 inside, of one or two classes of pages, does the work; this module owns nothing else.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from seawall.cache.node import TreeNode
@@ -20,6 +22,11 @@ class ChunkCache:
 
     def __init__(self, tree: RadixCache | SwaCache) -> None:
         self._tree = tree
+
+    @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+        return self._tree.owner
 
     @property
     def num_evictable(self) -> int:
@@ -67,6 +74,14 @@ class ChunkCache:
     def audit(self) -> PageIds:
         """Pages that the tree inside has lost since the last audit."""
         return self._tree.audit()
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums."""
+        return self._tree.locks_agree(num_holders)
+
+    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+        """Count all locks anew."""
+        return self._tree.relock(nodes)
 
     def stats(self) -> CacheStats:
         """Sizes and totals of the tree inside."""

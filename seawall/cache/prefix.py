@@ -4,6 +4,7 @@ A prefix cache maps token prefixes to the pages that hold their KV. It is not th
 is the page ledger) and it holds no tensors. Only whole pages are ever stored or matched.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +92,10 @@ class PrefixCache(Protocol):
     """Prefixes to pages. Owns the pages it stores; written by leases only."""
 
     @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+
+    @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now; O(1)."""
 
@@ -122,6 +127,16 @@ class PrefixCache(Protocol):
 
     def audit(self) -> PageIds:
         """Pages that the cache has lost to a fault since the last audit; O(1) if there is none."""
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums; cheap enough for every step."""
+
+    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+        """Count all locks anew: one on each of these nodes and on all above it.
+
+        What was wrong is reported. Returns the nodes that are locked now: the root in place of one
+        that has left the tree.
+        """
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""

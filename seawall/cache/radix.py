@@ -15,12 +15,13 @@ Cost: a lookup takes one dictionary probe a node and one vectorised comparison o
 passes; a lock takes its depth; an eviction O(log nodes) a leaf. Time is a counter of calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from seawall.cache.eviction import EvictionOrder, EvictionQueue, least_recently_used
+from seawall.cache.locks import TreeLocks
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import SLOT_MASK, PageIds, PageLedger
 from seawall.cache.prefix import CacheStats, InsertResult, Match, PrefixKey, common_length
@@ -34,6 +35,7 @@ _NO_PAGES.flags.writeable = False
 
 @dataclass(slots=True)
 class _Totals:
+    num_nodes: int = 0  # now; the others since the start
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -51,7 +53,7 @@ class RadixCache:
         self.root = TreeNode(tokens=_NO_PAGES, page_ids=_NO_PAGES, edge=b"", parent=None, serial=0)
         self.num_evictable = 0
         self.num_protected = 0
-        self._num_nodes = 0
+        self._locks = TreeLocks()
         self._ledger = ledger
         self._page_size = page_size
         self.owner = ledger.new_owner("tree", cached=True)
@@ -103,10 +105,9 @@ class RadixCache:
         step: TreeNode | None = node
         while step is not None:
             self._totals.node_visits += 1
-            if step.num_locks == 0:
+            if self._locks.lock(step):
                 self.num_evictable -= len(step.page_ids)
                 self.num_protected += len(step.page_ids)
-            step.num_locks += 1
             step = step.parent
 
     def unlock(self, node: TreeNode) -> None:
@@ -116,8 +117,7 @@ class RadixCache:
         step: TreeNode | None = node
         while step is not None:
             self._totals.node_visits += 1
-            step.num_locks -= 1
-            if step.num_locks == 0:
+            if self._locks.unlock(step):
                 self.num_evictable += len(step.page_ids)
                 self.num_protected -= len(step.page_ids)
                 self._offer(step)
@@ -176,7 +176,7 @@ class RadixCache:
     def reset(self) -> bool:
         """Free everything unlocked; returns whether the tree is now empty."""
         self.evict(self.num_evictable)
-        return self._num_nodes == 0
+        return self._totals.num_nodes == 0
 
     def audit(self) -> PageIds:
         """Compare the tree's own sum with the ledger; O(1) as long as they agree.
@@ -190,7 +190,39 @@ class RadixCache:
         pages = [node.page_ids for node in self.nodes()]
         lost = self._ledger.reconcile(self.owner, np.concatenate([_NO_PAGES, *pages]))
         self._num_lost = len(lost)
+        self._recount()
         return lost
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums; O(locked nodes)."""
+        return self.root.num_locks == num_holders and self._locks.add_up
+
+    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+        """Count all locks anew: one on each of these nodes and on all above it.
+
+        Returns:
+            The nodes; the root in place of one that has left the tree.
+        """
+        before = {node: node.num_locks for node in (self.root, *self.nodes())}
+        for node in before:
+            node.num_locks = 0
+        self._locks.clear()
+        self._recount()
+        kept = [node if self._has(node) else self.root for node in nodes]
+        for node in kept:
+            self.lock(node)
+        for node in before:
+            self._offer(node)
+        for node, now in zip(nodes, kept, strict=True):
+            if node is not now:
+                said = f"the node of page {node.page_ids[0]} was evicted while it was locked"
+                self._ledger.report("sum", "audit", None, "tree", said)
+        for node, was in before.items():
+            if node.num_locks != was:
+                name = "the root" if node is self.root else f"the node of page {node.page_ids[0]}"
+                said = f"{name} counted {was} locks, {node.num_locks} leases and holds have it"
+                self._ledger.report("sum", "audit", None, "tree", said)
+        return kept
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""
@@ -198,7 +230,7 @@ class RadixCache:
         return CacheStats(
             evictable_pages=self.num_evictable,
             protected_pages=self.num_protected,
-            num_nodes=self._num_nodes,
+            num_nodes=totals.num_nodes,
             num_lookups=totals.lookups,
             lookup_tokens=totals.lookup_tokens,
             hit_tokens=totals.hit_tokens,
@@ -271,24 +303,42 @@ class RadixCache:
         leaf.last_used = self._clock
         leaf.priority = priority
         parent.children[leaf.edge] = leaf
-        self._num_nodes += 1
+        self._totals.num_nodes += 1
         self.num_evictable += len(page_ids)
         self._offer(leaf)
         return leaf
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         self._serial += 1
-        self._num_nodes += 1
-        return node.split(num_pages, self._serial)
+        self._totals.num_nodes += 1
+        upper = node.split(num_pages, self._serial)
+        self._locks.split(upper)
+        return upper
 
     def _remove(self, leaf: TreeNode) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.edge]
         leaf.parent = None
-        self._num_nodes -= 1
+        self._totals.num_nodes -= 1
         self.num_evictable -= len(leaf.page_ids)
         self._offer(parent)
+
+    def _has(self, node: TreeNode) -> bool:
+        while node.parent is not None:
+            node = node.parent
+        return node is self.root
+
+    def _recount(self) -> None:
+        """Make the sums of pages what the nodes say; in between, a difference is a fault."""
+        was = self.num_evictable, self.num_protected
+        nodes = list(self.nodes())
+        self.num_protected = sum(len(node.page_ids) for node in nodes if node.num_locks)
+        self.num_evictable = sum(len(node.page_ids) for node in nodes) - self.num_protected
+        if sum(was) != self.num_evictable + self.num_protected:
+            said = f"{was} evictable and protected pages were counted, its nodes have "
+            said += f"{(self.num_evictable, self.num_protected)}"
+            self._ledger.report("sum", "audit", None, "tree", said)
 
     def _offer(self, node: TreeNode) -> None:
         """Queue a node for eviction if it is an unlocked leaf."""

@@ -10,6 +10,7 @@ module keeps the two together: what enters the tree enters it in both classes, w
 both, and what is matched has a whole window at its end. Written by leases only.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from seawall.cache.node import TreeNode
@@ -31,6 +32,11 @@ class SwaCache:
     def root(self) -> TreeNode:
         """Where the prefix of no tokens ends."""
         return self._tree.root
+
+    @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+        return self._tree.owner
 
     @property
     def num_evictable(self) -> int:
@@ -89,6 +95,14 @@ class SwaCache:
     def audit(self) -> PageIds:
         """Pages that the tree has lost since the last audit."""
         return self._tree.audit()
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks on full pages are as many as their holders, in sums."""
+        return self._tree.locks_agree(num_holders)
+
+    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+        """Count the locks on full pages anew."""
+        return self._tree.relock(nodes)
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""

@@ -17,12 +17,21 @@ be evicted without its full page: the prefix stays, but a match may end only whe
 survives (cache/swa.py).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from seawall.cache.eviction import EvictionOrder, least_recently_used
-from seawall.cache.pages import QUARANTINE, SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
+from seawall.cache.pages import (
+    FREE,
+    QUARANTINE,
+    SLOT_MASK,
+    PageCounts,
+    PageIds,
+    PageLedger,
+    Violation,
+)
 from seawall.cache.window_order import WindowOrder
 
 _NONE = -1
@@ -90,10 +99,30 @@ class Windows(Protocol):
     def num_held(self, owner: int) -> int:
         """Window pages of an owner."""
 
+    def differing(self, claims: Mapping[int, int]) -> set[int]:
+        """Of owners with the number of window pages that they claim those that have another."""
+
     def audit(self, owner: int, page_ids: PageIds) -> PageIds:
         """Settle what an owner holds that should have a window page for each of these full pages.
 
         Returns those of them that have none, or not their own.
+        """
+
+    def is_sound(self) -> bool:
+        """Whether mapping, locks and counts agree in their sums; cheap enough for every step."""
+
+    def has_all(self, owner: int, page_ids: PageIds) -> bool:
+        """Whether each of these full pages of `owner` has a window page, which is its own."""
+
+    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
+        """Mend the mapping, settle what the tree holds and count all locks anew.
+
+        Args:
+            cached: all full pages of the tree.
+            readers: full pages that leases and holds have locked, once for each of them.
+
+        Returns:
+            Those of the tree's full pages whose window page was lost.
         """
 
     def check(self, full: PageLedger) -> bool:
@@ -157,7 +186,23 @@ class NoWindows:
         """See Windows."""
         return 0
 
+    def differing(self, claims: Mapping[int, int]) -> set[int]:
+        """See Windows."""
+        return set()
+
     def audit(self, owner: int, page_ids: PageIds) -> PageIds:
+        """See Windows."""
+        return _NO_PAGES
+
+    def is_sound(self) -> bool:
+        """See Windows."""
+        return True
+
+    def has_all(self, owner: int, page_ids: PageIds) -> bool:
+        """See Windows."""
+        return True
+
+    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
         """See Windows."""
         return _NO_PAGES
 
@@ -186,6 +231,7 @@ class WindowPages:
         self._window_of: PageIds = np.full(num_full_pages, _NONE, np.int32)
         self._full_of: PageIds = np.full(ledger.num_pages, _NONE, np.int32)
         self._locks = np.zeros(ledger.num_pages, np.int32)
+        self._num_locks = 0
         self._queue = WindowOrder(order, self._locks)
         self._owners: dict[int, int] = {}
         self._tree = 0
@@ -236,6 +282,11 @@ class WindowPages:
     def num_held(self, owner: int) -> int:
         """Window pages of an owner."""
         return self.ledger.held[self._owners[owner] & SLOT_MASK]
+
+    def differing(self, claims: Mapping[int, int]) -> set[int]:
+        """Of owners with the number of window pages that they claim those that have another."""
+        held, owners = self.ledger.held, self._owners
+        return {o for o, claimed in claims.items() if held[owners[o] & SLOT_MASK] != claimed}
 
     def attach(self, page_ids: PageIds, owner: int) -> None:
         """Give each of these full pages of `owner` a window page.
@@ -301,6 +352,7 @@ class WindowPages:
         _, pages = self._mapped(page_ids)
         self.num_evictable -= int((self._locks[pages] == 0).sum())
         self._locks[pages] += 1
+        self._num_locks += len(pages)
 
     def unlock(self, page_ids: PageIds) -> None:
         """Undo one lock."""
@@ -309,6 +361,7 @@ class WindowPages:
             self.ledger.report("sum", "unlock", None, "window pages", "one of them is not locked")
             pages = pages[self._locks[pages] > 0]
         self._locks[pages] -= 1
+        self._num_locks -= len(pages)
         unlocked = pages[self._locks[pages] == 0]
         self.num_evictable += len(unlocked)
         self._queue.offer(unlocked)
@@ -381,7 +434,62 @@ class WindowPages:
         withheld = self.ledger.pages_of(QUARANTINE)
         withheld = withheld[self._full_of[withheld] != _NONE]
         self._unmap(self._full_of[withheld], withheld)
+        label = self.ledger.label_of(self._owners[owner])
+        for page in missing.tolist():
+            self.ledger.report("lost", "audit", None, label, f"the window page of page {page}")
         return np.concatenate([missing, mapped[np.isin(pages, lost)]])
+
+    def is_sound(self) -> bool:
+        """Whether mapping, locks and counts agree in their sums; a few passes over arrays."""
+        self.ledger.audit()
+        held = self.ledger.held
+        num_held = self.ledger.num_pages - held[FREE] - held[QUARANTINE]
+        num_cached = held[self._owners[self._tree] & SLOT_MASK]
+        used = np.flatnonzero(self._full_of != _NONE)
+        return (
+            int(np.count_nonzero(self._window_of != _NONE)) == num_held == len(used)
+            and bool((self._window_of[self._full_of[used]] == used).all())
+            and int(np.count_nonzero(self._locks)) + self.num_evictable == num_cached
+            and int(self._locks.sum()) == self._num_locks
+        )
+
+    def has_all(self, owner: int, page_ids: PageIds) -> bool:
+        """Whether each of these full pages of `owner` has a window page, which is its own."""
+        pages = self._window_of[page_ids]
+        if bool((pages == _NONE).any()):
+            return False
+        return bool((self.ledger.owners_of(pages) == self._owners[owner]).all())
+
+    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
+        """Mend the mapping, settle what the tree holds and count all locks anew; see Windows."""
+        mapped = np.flatnonzero(self._window_of != _NONE).astype(np.int32)
+        torn = mapped[self._full_of[self._window_of[mapped]] != mapped]
+        self._window_of[torn] = _NONE
+        back = np.flatnonzero(self._full_of != _NONE)
+        self._full_of[back[self._window_of[self._full_of[back]] != back]] = _NONE
+        lost = self.audit(self._tree, cached[self._window_of[cached] != _NONE])
+        lost = np.union1d(lost, np.intersect1d(torn, cached)).astype(np.int32)
+        self._recount(readers, report=not len(lost))
+        return lost
+
+    def _recount(self, readers: Sequence[PageIds], *, report: bool) -> None:
+        """Make locks and sums what the readers and the ledger say."""
+        locks = np.zeros_like(self._locks)
+        for page_ids in readers:
+            locks[self._mapped(page_ids)[1]] += 1
+        wrong = np.flatnonzero(self._locks != locks)
+        was, self._locks[:] = self._locks[wrong], locks
+        self._num_locks = int(locks.sum())
+        pages = self.ledger.pages_of(self._owners[self._tree])
+        unlocked = pages[locks[pages] == 0]
+        counted, self.num_evictable = self.num_evictable, len(unlocked)
+        self._queue.offer(unlocked)
+        for page, number in zip(wrong.tolist(), was.tolist(), strict=True):
+            said = f"window page {page} counted {number} locks, {locks[page]} readers have it"
+            self.ledger.report("sum", "audit", None, "tree", said)
+        if report and not len(wrong) and counted != len(unlocked):
+            said = f"{counted} window pages were counted as evictable, {len(unlocked)} are"
+            self.ledger.report("sum", "audit", None, "tree", said)
 
     def check(self, full: PageLedger) -> bool:
         """Compare mapping, owners and sums with both ledgers; tolerance zero; O(pages).
@@ -426,6 +534,7 @@ class WindowPages:
         self._window_of[page_ids] = _NONE
         self._full_of[pages] = _NONE
         self._queue.forget(pages)
+        self._num_locks -= int(self._locks[pages].sum())
         self._locks[pages] = 0
 
     def _renew(self, page_ids: PageIds, end: int, *, num_hits: int) -> None:
