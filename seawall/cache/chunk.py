@@ -79,9 +79,9 @@ class ChunkCache:
         """Whether the locks are as many as their holders, in sums."""
         return self._tree.locks_agree(num_holders)
 
-    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
         """Count all locks anew."""
-        return self._tree.relock(nodes)
+        return self._tree.relock(nodes, report=report)
 
     def stats(self) -> CacheStats:
         """Sizes and totals of the tree inside."""

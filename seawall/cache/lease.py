@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from seawall.cache.companions import CompanionStore
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
 from seawall.cache.prefix import Match, PrefixCache, PrefixKey
-from seawall.cache.windows import NoWindows, Windows
+from seawall.cache.windows import Windows
 from seawall.core.errors import PageError
 
 _SPARE_ENTRIES = 16
@@ -415,6 +416,19 @@ class LeaseBook:
         if num_pages > self.windows.num_free:
             self.windows.evict(num_pages - self.windows.num_free)
         return num_pages <= min(self.ledger.num_free, self.windows.num_free)
+
+    def abandon(self) -> None:
+        """Give up all leases and holds, whatever their state, and empty the cache.
+
+        For the end of all requests at once. A step in flight may still use their pages; whoever
+        gets them next uses them in a later one.
+        """
+        self._open.clear()
+        self.holds.clear()
+        self.ledger.drop_others(self.cache.owner)
+        self.cache.relock((), report=False)
+        self.windows.drop_others(self.ledger.pages_of(self.cache.owner))
+        self.cache.reset()
 
     def pages_of(self, rid: str) -> dict[str, list[int]]:
         """Pages of one request by id, in position order: "shared" and its "own"; else empty."""

@@ -165,6 +165,17 @@ class PageLedger:
             self._give("leak", leaked, owner, QUARANTINE)
         self._owners.remove(owner)
 
+    def drop_others(self, kept: int) -> None:
+        """Forget every owner but this one; their pages come free.
+
+        For the end of all requests at once, when nobody is left who could use a page wrongly.
+        """
+        self._owner[(self._owner != kept) & (self._owner != QUARANTINE)] = FREE
+        for owner in self._owners.live():
+            if owner != kept:
+                self._owners.remove(owner)
+        self._recount()
+
     def alloc(self, num_pages: int, owner: int) -> PageIds:
         """Hand out pages, ascending where the free list allows it.
 
@@ -482,6 +493,12 @@ class _Owners:
         if cached:
             self.cached_slots.add(slot)
         return self._handles[slot]
+
+    def live(self) -> list[int]:
+        unused = set(self._unused)
+        return [
+            h for slot, h in enumerate(self._handles) if slot > QUARANTINE and slot not in unused
+        ]
 
     @property
     def num_live(self) -> int:

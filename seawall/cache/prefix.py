@@ -131,11 +131,11 @@ class PrefixCache(Protocol):
     def locks_agree(self, num_holders: int) -> bool:
         """Whether the locks are as many as their holders, in sums; cheap enough for every step."""
 
-    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
         """Count all locks anew: one on each of these nodes and on all above it.
 
-        What was wrong is reported. Returns the nodes that are locked now: the root in place of one
-        that has left the tree.
+        What was wrong is reported, if that is wanted. Returns the nodes that are locked now: the
+        root in place of one that has left the tree.
         """
 
     def stats(self) -> CacheStats:

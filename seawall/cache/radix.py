@@ -197,7 +197,7 @@ class RadixCache:
         """Whether the locks are as many as their holders, in sums; O(locked nodes)."""
         return self.root.num_locks == num_holders and self._locks.add_up
 
-    def relock(self, nodes: Sequence[TreeNode]) -> list[TreeNode]:
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
         """Count all locks anew: one on each of these nodes and on all above it.
 
         Returns:
@@ -207,12 +207,19 @@ class RadixCache:
         for node in before:
             node.num_locks = 0
         self._locks.clear()
-        self._recount()
+        self._recount(report=report)
         kept = [node if self._has(node) else self.root for node in nodes]
         for node in kept:
             self.lock(node)
         for node in before:
             self._offer(node)
+        if report:
+            self._report_locks(before, nodes, kept)
+        return kept
+
+    def _report_locks(
+        self, before: dict[TreeNode, int], nodes: Sequence[TreeNode], kept: Sequence[TreeNode]
+    ) -> None:
         for node, now in zip(nodes, kept, strict=True):
             if node is not now:
                 said = f"the node of page {node.page_ids[0]} was evicted while it was locked"
@@ -222,7 +229,6 @@ class RadixCache:
                 name = "the root" if node is self.root else f"the node of page {node.page_ids[0]}"
                 said = f"{name} counted {was} locks, {node.num_locks} leases and holds have it"
                 self._ledger.report("sum", "audit", None, "tree", said)
-        return kept
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""
@@ -329,13 +335,13 @@ class RadixCache:
             node = node.parent
         return node is self.root
 
-    def _recount(self) -> None:
+    def _recount(self, *, report: bool = True) -> None:
         """Make the sums of pages what the nodes say; in between, a difference is a fault."""
         was = self.num_evictable, self.num_protected
         nodes = list(self.nodes())
         self.num_protected = sum(len(node.page_ids) for node in nodes if node.num_locks)
         self.num_evictable = sum(len(node.page_ids) for node in nodes) - self.num_protected
-        if sum(was) != self.num_evictable + self.num_protected:
+        if report and sum(was) != self.num_evictable + self.num_protected:
             said = f"{was} evictable and protected pages were counted, its nodes have "
             said += f"{(self.num_evictable, self.num_protected)}"
             self._ledger.report("sum", "audit", None, "tree", said)

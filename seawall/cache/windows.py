@@ -35,7 +35,6 @@ from seawall.cache.pages import (
 from seawall.cache.window_order import WindowOrder
 
 _NONE = -1
-_NO_PAGES: PageIds = np.empty(0, np.int32)
 
 
 class Windows(Protocol):
@@ -114,6 +113,9 @@ class Windows(Protocol):
     def has_all(self, owner: int, page_ids: PageIds) -> bool:
         """Whether each of these full pages of `owner` has a window page, which is its own."""
 
+    def drop_others(self, cached: PageIds) -> None:
+        """Forget all owners but the tree, which has these full pages, and all locks."""
+
     def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
         """Mend the mapping, settle what the tree holds and count all locks anew.
 
@@ -127,88 +129,6 @@ class Windows(Protocol):
 
     def check(self, full: PageLedger) -> bool:
         """Whether mapping, owners and sums agree with each other and with the full pages."""
-
-
-class NoWindows:
-    """The window class of a model that has no windows: nothing to hold, nothing in short supply."""
-
-    most_held = 0
-    num_evictable = 0
-    num_free = 2**31
-    violations = ()
-
-    def counts(self) -> None:
-        """See Windows."""
-
-    def open(self, owner: int, label: str) -> None:
-        """See Windows."""
-
-    def close(self, owner: int) -> None:
-        """See Windows."""
-
-    def attach(self, page_ids: PageIds, owner: int) -> None:
-        """See Windows."""
-
-    def detach(self, page_ids: PageIds, owner: int) -> None:
-        """See Windows."""
-
-    def lock(self, page_ids: PageIds) -> None:
-        """See Windows."""
-
-    def unlock(self, page_ids: PageIds) -> None:
-        """See Windows."""
-
-    def num_sole(self, page_ids: PageIds) -> int:
-        """See Windows."""
-        return 0
-
-    def evict(self, num_pages: int) -> int:
-        """See Windows."""
-        return 0
-
-    def table(self, page_ids: PageIds) -> tuple[PageIds, PageIds]:
-        """See Windows."""
-        return _NO_PAGES, _NO_PAGES
-
-    def first_kept(self, position: int) -> int:
-        """See Windows."""
-        return 0
-
-    def first_read(self, position: int) -> int:
-        """See Windows."""
-        return 0
-
-    def run_start(self, page_ids: PageIds) -> int:
-        """See Windows."""
-        return 0
-
-    def num_held(self, owner: int) -> int:
-        """See Windows."""
-        return 0
-
-    def differing(self, claims: Mapping[int, int]) -> set[int]:
-        """See Windows."""
-        return set()
-
-    def audit(self, owner: int, page_ids: PageIds) -> PageIds:
-        """See Windows."""
-        return _NO_PAGES
-
-    def is_sound(self) -> bool:
-        """See Windows."""
-        return True
-
-    def has_all(self, owner: int, page_ids: PageIds) -> bool:
-        """See Windows."""
-        return True
-
-    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
-        """See Windows."""
-        return _NO_PAGES
-
-    def check(self, full: PageLedger) -> bool:
-        """See Windows."""
-        return True
 
 
 class WindowPages:
@@ -460,17 +380,34 @@ class WindowPages:
             return False
         return bool((self.ledger.owners_of(pages) == self._owners[owner]).all())
 
+    def drop_others(self, cached: PageIds) -> None:
+        """Forget all owners but the tree, which has these full pages, and all locks."""
+        handle = self._owners[self._tree]
+        self._owners = {self._tree: handle}
+        self.ledger.drop_others(handle)
+        others = np.flatnonzero(self.ledger.owners_of(np.arange(self.ledger.num_pages)) != handle)
+        self._window_of[np.setdiff1d(np.arange(len(self._window_of)), cached)] = _NONE
+        self._full_of[others] = _NONE
+        self._mend()
+        self._queue.forget(others.astype(np.int32))
+        self._recount((), report=False)
+
     def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
         """Mend the mapping, settle what the tree holds and count all locks anew; see Windows."""
-        mapped = np.flatnonzero(self._window_of != _NONE).astype(np.int32)
-        torn = mapped[self._full_of[self._window_of[mapped]] != mapped]
-        self._window_of[torn] = _NONE
-        back = np.flatnonzero(self._full_of != _NONE)
-        self._full_of[back[self._window_of[self._full_of[back]] != back]] = _NONE
+        torn = self._mend()
         lost = self.audit(self._tree, cached[self._window_of[cached] != _NONE])
         lost = np.union1d(lost, np.intersect1d(torn, cached)).astype(np.int32)
         self._recount(readers, report=not len(lost))
         return lost
+
+    def _mend(self) -> PageIds:
+        """Drop what is mapped one way only; returns the full pages that have lost by it."""
+        mapped = np.flatnonzero(self._window_of != _NONE).astype(np.int32)
+        torn: PageIds = mapped[self._full_of[self._window_of[mapped]] != mapped]
+        self._window_of[torn] = _NONE
+        back = np.flatnonzero(self._full_of != _NONE)
+        self._full_of[back[self._window_of[self._full_of[back]] != back]] = _NONE
+        return torn
 
     def _recount(self, readers: Sequence[PageIds], *, report: bool) -> None:
         """Make locks and sums what the readers and the ledger say."""
@@ -484,10 +421,12 @@ class WindowPages:
         unlocked = pages[locks[pages] == 0]
         counted, self.num_evictable = self.num_evictable, len(unlocked)
         self._queue.offer(unlocked)
+        if not report:
+            return
         for page, number in zip(wrong.tolist(), was.tolist(), strict=True):
             said = f"window page {page} counted {number} locks, {locks[page]} readers have it"
             self.ledger.report("sum", "audit", None, "tree", said)
-        if report and not len(wrong) and counted != len(unlocked):
+        if not len(wrong) and counted != len(unlocked):
             said = f"{counted} window pages were counted as evictable, {len(unlocked)} are"
             self.ledger.report("sum", "audit", None, "tree", said)
 

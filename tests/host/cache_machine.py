@@ -15,10 +15,11 @@ import numpy as np
 from seawall.cache.chunk import ChunkCache
 from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import Lease, LeaseBook, PrefixHold
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.pages import FREE, QUARANTINE, PageLedger
 from seawall.cache.radix import RadixCache
 from seawall.cache.swa import SwaCache
-from seawall.cache.windows import NoWindows, WindowPages
+from seawall.cache.windows import WindowPages
 
 
 def contents_of(tokens: np.ndarray, extra_key: str | None) -> np.ndarray:

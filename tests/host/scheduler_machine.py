@@ -15,10 +15,11 @@ import numpy as np
 from seawall.cache.chunk import ChunkCache
 from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import LeaseBook
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.pages import PageLedger
 from seawall.cache.radix import RadixCache
 from seawall.cache.swa import SwaCache
-from seawall.cache.windows import NoWindows, WindowPages
+from seawall.cache.windows import WindowPages
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.request import Request
 from seawall.core.seeds import mix_seed

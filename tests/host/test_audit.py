@@ -180,6 +180,25 @@ def test_a_prefix_evicted_under_its_readers_ends_them() -> None:
     assert scene.book.audit() == []
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].__name__)
+def test_all_can_be_given_up_whatever_is_wrong(
+    fault: tuple[Callable[[Harbour], None], str, list[str]], debug: bool
+) -> None:
+    scene = Harbour(debug=debug)
+    fault[0](scene)
+    del scene.book._open[scene.b.owner]
+    scene.book.abandon()
+    assert scene.book.violations == ()
+    assert scene.book.num_open == 0
+    assert scene.book.audit() == []
+    assert scene.book.check()
+    assert scene.full.num_free == 64
+    assert scene.windows.num_free == 32
+    scene.open("next", TOKENS).release(TOKENS, 20, insert=True)
+    assert scene.book.check()
+
+
 def test_a_page_that_somebody_has_is_not_handed_out_again() -> None:
     for listed in ("another's", "twice"):
         ledger = PageLedger(8, debug=False)
