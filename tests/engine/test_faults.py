@@ -310,11 +310,8 @@ def test_a_planning_fault_ends_what_there_was(
     assert_same_result(again[0][0], expected[-1][0], AFTER, 0)
 
 
-def always_broken(error: str) -> Callable[..., Any]:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(error)
-
-    return broken
+def broken_release(*_: Any, **__: Any) -> None:
+    raise RuntimeError("injected behind it")
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -335,8 +332,15 @@ def test_requests_that_can_not_be_ended_in_order_are_dropped(
                 "launch": core._runner,
                 "abort": core.scheduler,
             }[place]
-            patch.setattr(Lease, "release", always_broken("injected behind it"))
-            patch.setattr(owner, place, always_broken("injected"))
+            patch.setattr(Lease, "release", broken_release)
+            working = getattr(owner, place)
+
+            def broken(*args: Any, **named: Any) -> Any:
+                if core.scheduler.counts.running:
+                    raise RuntimeError("injected")
+                return working(*args, **named)
+
+            patch.setattr(owner, place, broken)
             if place == "abort":
                 stream = engine.generate(
                     input_ids=[3, 4, 5],
