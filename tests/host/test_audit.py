@@ -140,7 +140,7 @@ def test_the_next_audit_finds_names_and_mends(
     plant, named, ended = fault
     scene = Harbour()
     assert scene.book.audit() == []
-    assert scene.book.violations == ()
+    assert not scene.book.violations
     plant(scene)
     assert scene.book.audit() == ended
     found = [str(violation) for violation in scene.book.violations]
@@ -189,7 +189,7 @@ def test_all_can_be_given_up_whatever_is_wrong(
     fault[0](scene)
     del scene.book._open[scene.b.owner]
     scene.book.abandon()
-    assert scene.book.violations == ()
+    assert not scene.book.violations
     assert scene.book.num_open == 0
     assert scene.book.audit() == []
     assert scene.book.check()
