@@ -6,6 +6,8 @@ lives only while it is locked. A key without `extra_key` is never stored and nev
 inside, of one or two classes of pages, does the work; this module owns nothing else.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from seawall.cache.node import TreeNode
@@ -22,6 +24,11 @@ class ChunkCache:
         self._tree = tree
 
     @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+        return self._tree.owner
+
+    @property
     def num_evictable(self) -> int:
         """Pages inserted and not locked yet; none between the calls of a lease."""
         return self._tree.num_evictable
@@ -29,6 +36,14 @@ class ChunkCache:
     def match(self, key: PrefixKey) -> Match:
         """Find what the samples of the same group have stored (never without an extra key)."""
         return self._tree.match(key)
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find."""
+        return self._tree.measure(key)
+
+    def use(self, match: Match) -> None:
+        """Count a match that somebody goes on from."""
+        self._tree.use(match)
 
     def lock(self, node: TreeNode) -> None:
         """Keep the prefix that ends in `node`."""
@@ -59,6 +74,14 @@ class ChunkCache:
     def audit(self) -> PageIds:
         """Pages that the tree inside has lost since the last audit."""
         return self._tree.audit()
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums."""
+        return self._tree.locks_agree(num_holders)
+
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
+        """Count all locks anew."""
+        return self._tree.relock(nodes, report=report)
 
     def stats(self) -> CacheStats:
         """Sizes and totals of the tree inside."""

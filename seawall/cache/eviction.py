@@ -1,33 +1,57 @@
 """In which order a prefix tree gives pages up: the orders, and the queue that keeps them.
 
-An order maps a node to a key; the unlocked leaf with the least key goes first. Keys of a node only
-ever grow, so an entry of the queue is never late: one that is out of date is put back with today's
-key. Each node is in the queue at most once, so the queue never outgrows the tree, and each take
-costs O(log nodes).
+An order maps a node to a key; the unlocked leaf with the least key goes first. The same orders
+serve window pages (cache/window_order.py). Keys of a node only ever grow, so an entry of the queue
+is never late: one that is out of date is put back with today's key. Each node is in the queue at
+most once, so the queue never outgrows the tree, and each take costs O(log nodes).
 """
 
 import heapq
-from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from seawall.cache.node import TreeNode
 
 Key = tuple[int, int]
-EvictionOrder = Callable[[TreeNode], Key]
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-def least_recently_used(node: TreeNode) -> Key:
-    """The node whose last lookup is longest ago goes first."""
-    return node.last_used, 0
+class Standing(Protocol[T_co]):
+    """What a key is made of: of a node, or as arrays of many window pages."""
+
+    @property
+    def last_used(self) -> T_co:
+        """Logical time of the last use."""
+
+    @property
+    def num_hits(self) -> T_co:
+        """How many uses there were."""
+
+    @property
+    def priority(self) -> T_co:
+        """The highest that it was stored with."""
 
 
-def least_frequently_used(node: TreeNode) -> Key:
-    """The node that the fewest lookups have passed goes first, then the least recently used."""
-    return node.num_hits, node.last_used
+class EvictionOrder(Protocol):
+    """Maps a standing to a key; the least goes first."""
+
+    def __call__(self, standing: Standing[T], /) -> tuple[T, T]:
+        """The key."""
 
 
-def lowest_priority(node: TreeNode) -> Key:
-    """The node with the lowest priority goes first, then the least recently used."""
-    return node.priority, node.last_used
+def least_recently_used(standing: Standing[T]) -> tuple[T, T]:
+    """What was last used longest ago goes first."""
+    return standing.last_used, standing.last_used
+
+
+def least_frequently_used(standing: Standing[T]) -> tuple[T, T]:
+    """What was used least often goes first, then the least recently used."""
+    return standing.num_hits, standing.last_used
+
+
+def lowest_priority(standing: Standing[T]) -> tuple[T, T]:
+    """What has the lowest priority goes first, then the least recently used."""
+    return standing.priority, standing.last_used
 
 
 EVICTION_ORDERS: dict[str, EvictionOrder] = {

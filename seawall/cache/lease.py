@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from seawall.cache.companions import CompanionStore
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
-from seawall.cache.prefix import PrefixCache, PrefixKey
-from seawall.cache.windows import NoWindows, Windows
+from seawall.cache.prefix import Match, PrefixCache, PrefixKey
+from seawall.cache.windows import Windows
 from seawall.core.errors import PageError
 
 _SPARE_ENTRIES = 16
@@ -41,13 +42,30 @@ class PrefixHold:
         self._in_window = in_window
         book.cache.lock(node)
         book.windows.lock(in_window)
+        book.holds.add(self)
+
+    @property
+    def node(self) -> TreeNode:
+        """Where the prefix ends."""
+        if self._node is None:
+            raise PageError("this hold on a prefix was released before; release it once")
+        return self._node
+
+    @property
+    def in_window(self) -> PageIds:
+        """Full pages whose window pages it has locked."""
+        return self._in_window
+
+    def move(self, node: TreeNode) -> None:
+        """Called by the book when it has counted locks anew: this node is the one locked now."""
+        self._node = node
 
     def release(self) -> None:
         """Let go; a second time is an error."""
-        if self._node is None:
-            raise PageError("this hold on a prefix was released before; release it once")
+        node = self.node
+        self._book.holds.remove(self)
         self._book.windows.unlock(self._in_window)
-        self._book.cache.unlock(self._node)
+        self._book.cache.unlock(node)
         self._node = None
 
 
@@ -75,6 +93,7 @@ class Lease:
         book.windows.lock(match.page_ids[self.window_from :])
         self._book = book
         self._extra_key = key.extra_key
+        self._match: Match | None = match
         self._node: TreeNode | None = match.node
         self._pages: PageIds = np.empty(self.num_pages + _SPARE_ENTRIES, np.int32)
         self._pages[: self.num_pages] = match.page_ids
@@ -104,7 +123,8 @@ class Lease:
     @property
     def num_own_windows(self) -> int:
         """Window pages that only this request uses; meaningless for a model without windows."""
-        return self.num_pages - max(self.window_from, self.num_shared)
+        start, other = self.window_from, self.num_shared  # compared for each lease in each step
+        return self.num_pages - (start if start > other else other)
 
     @property
     def num_returning_windows(self) -> int:
@@ -114,9 +134,34 @@ class Lease:
         shared = self._pages[self.window_from : self.num_shared]
         return self.num_own_windows + self._book.windows.num_sole(shared)
 
+    @property
+    def node(self) -> TreeNode:
+        """Where the shared prefix ends; locked by this lease."""
+        return self._require_open("node")
+
+    @property
+    def in_window(self) -> PageIds:
+        """Shared pages whose window pages this lease has locked."""
+        return self._pages[self.window_from : self.num_shared]
+
+    def move(self, node: TreeNode) -> None:
+        """Called by the book when it has counted locks anew: this node is the one locked now."""
+        self._node = node
+
     def reads_from(self, position: int) -> bool:
         """Whether all window pages are here that a query at `position`, or a later one, reads."""
         return self.window_from <= self._book.windows.first_read(position)
+
+    def confirm(self) -> None:
+        """The request runs with what was found in the cache: that counts as one use of it.
+
+        A lease that ends without has left order and totals of the cache as they were, so that a
+        request that waits does not pass for many.
+        """
+        self._require_open("confirm")
+        if self._match is not None:
+            self._book.cache.use(self._match)
+            self._match = None
 
     def reserve(self, num_tokens: int) -> bool:
         """Make sure that positions [0, num_tokens) have pages, evicting if free ones run short.
@@ -295,6 +340,7 @@ class LeaseBook:
         self.page_size = page_size
         self.companions = companions or CompanionStore(ledger.num_pages, page_size, extra_bytes=0)
         self.windows: Windows = windows or NoWindows()
+        self.holds: set[PrefixHold] = set()
         self._open: dict[int, Lease] = {}
 
     @property
@@ -378,6 +424,19 @@ class LeaseBook:
             self.windows.evict(num_pages - self.windows.num_free)
         return num_pages <= min(self.ledger.num_free, self.windows.num_free)
 
+    def abandon(self) -> None:
+        """Give up all leases and holds, whatever their state, and empty the cache.
+
+        For the end of all requests at once. A step in flight may still use their pages; whoever
+        gets them next uses them in a later one.
+        """
+        self._open.clear()
+        self.holds.clear()
+        self.ledger.drop_others(self.cache.owner)
+        self.cache.relock((), report=False)
+        self.windows.drop_others(self.ledger.pages_of(self.cache.owner))
+        self.cache.reset()
+
     def pages_of(self, rid: str) -> dict[str, list[int]]:
         """Pages of one request by id, in position order: "shared" and its "own"; else empty."""
         return next((_listed(lease) for lease in self._open.values() if lease.rid == rid), {})
@@ -396,6 +455,7 @@ class LeaseBook:
             Names of the requests that read or write pages which are not theirs any more: their
             results can't be trusted, nor what they have left in the cache. Usually none.
         """
+        self.ledger.audit()
         held = self.ledger.held
         wrong = [
             lease
@@ -406,6 +466,7 @@ class LeaseBook:
         lost.append(self.cache.audit())
         if len(lost[-1]):
             self.cache.evict(self.cache.num_evictable)  # no new reader for what may be wrong
+        lost += self._audit_locks()
         lost += self._audit_windows()
         pages = np.concatenate(lost)
         if not len(pages):
@@ -427,11 +488,42 @@ class LeaseBook:
         windows = self.windows
         if not self.has_windows:
             return []
-        return [
-            windows.audit(owner, lease.page_ids[max(lease.window_from, lease.num_shared) :])
-            for owner, lease in self._open.items()
-            if windows.num_held(owner) != lease.num_own_windows
-        ]
+        lost = []
+        is_sound = windows.is_sound()
+        if not is_sound and self._knows_all:
+            readers = [holder.in_window for holder in self._holders()]
+            lost.append(windows.settle(self.ledger.pages_of(self.cache.owner), readers))
+        differing = windows.differing({o: lease.num_own_windows for o, lease in self._open.items()})
+        for owner in differing if is_sound else list(self._open):
+            lease = self._open[owner]
+            own = lease.page_ids[max(lease.window_from, lease.num_shared) :]
+            if owner in differing or not windows.has_all(owner, own):
+                lost.append(windows.audit(owner, own))
+        return lost
+
+    def _holders(self) -> "list[Lease | PrefixHold]":
+        return [*self._open.values(), *self.holds]
+
+    def _audit_locks(self) -> list[PageIds]:
+        """Pages of leases whose shared prefix has left the tree although they had locked it."""
+        if self.cache.locks_agree(len(self._open) + len(self.holds)) or not self._knows_all:
+            return []
+        holders = self._holders()
+        before = [holder.node for holder in holders]
+        after = self.cache.relock(before)
+        for holder, node in zip(holders, after, strict=True):
+            holder.move(node)
+        moved = {id(old) for old, new in zip(before, after, strict=True) if old is not new}
+        pairs = zip(holders, before, strict=True)
+        return [h.page_ids for h, node in pairs if isinstance(h, Lease) and id(node) in moved]
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether every owner of pages is an open lease, besides the tree.
+
+        What a lease reads that is missing here can't be known, so all locks stay as they are.
+        """
+        return self.ledger.num_owners == len(self._open) + 1
 
 
 def _listed(lease: Lease) -> dict[str, list[int]]:

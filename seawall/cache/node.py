@@ -19,8 +19,8 @@ class TreeNode:
         edge: the key under which the parent knows this node (its first page's tokens).
         parent: None for the root and for a node that has left the tree.
         num_locks: locks on this node and on all below it; hence never more than the parent's.
-        last_used: logical time of the last lookup that passed.
-        num_hits: lookups that passed.
+        last_used: logical time of the last use or insert that passed.
+        num_hits: uses that passed.
         priority: the highest that it was stored with.
         serial: unique; breaks ties.
     """

@@ -129,6 +129,11 @@ class PageLedger:
         return self._owners.held[FREE]
 
     @property
+    def num_owners(self) -> int:
+        """Registered owners: requests and trees."""
+        return self._owners.num_live
+
+    @property
     def violations(self) -> tuple[Violation, ...]:
         """The most recent violations, oldest first; `num_violations` counts them all."""
         return tuple(self._violations)
@@ -160,6 +165,17 @@ class PageLedger:
             self._give("leak", leaked, owner, QUARANTINE)
         self._owners.remove(owner)
 
+    def drop_others(self, kept: int) -> None:
+        """Forget every owner but this one; their pages come free.
+
+        For the end of all requests at once, when nobody is left who could use a page wrongly.
+        """
+        self._owner[(self._owner != kept) & (self._owner != QUARANTINE)] = FREE
+        for owner in self._owners.live():
+            if owner != kept:
+                self._owners.remove(owner)
+        self._recount()
+
     def alloc(self, num_pages: int, owner: int) -> PageIds:
         """Hand out pages, ascending where the free list allows it.
 
@@ -176,6 +192,9 @@ class PageLedger:
         if self._num_unordered >= self.num_pages:
             self._order_free()
         page_ids = self._free[top - num_pages : top][::-1].copy()
+        if not self._are_all(page_ids, FREE):
+            self._mend_free(page_ids, owner)
+            return self.alloc(num_pages, owner)
         self._give("alloc", page_ids, FREE, owner)
         return page_ids
 
@@ -229,8 +248,14 @@ class PageLedger:
         """
         problem = self._disagreement(holdings or {}, num_cached)
         if problem is not None:
+            self._recount()
             self.report("sum", "check", None, "ledger", problem)
         return problem is None
+
+    def audit(self) -> None:
+        """Compare the sum of all counts with the pool; where it is off, count anew. O(owners)."""
+        if sum(self._owners.held) != self.num_pages:
+            self._report_counts(self._recount())
 
     def reconcile(self, owner: int, page_ids: PageIds) -> PageIds:
         """Settle a disagreement between an owner's own list of pages and the table; O(num_pages).
@@ -253,7 +278,7 @@ class PageLedger:
             self.report("lost", "audit", page, label, self.owner_of(page))
         self._give("quarantine", leaked, owner, QUARANTINE)
         self._give("quarantine", lost[self._owner[lost] == FREE], FREE, QUARANTINE)
-        self._order_free()
+        self._report_counts(self._recount())
         return lost
 
     def quarantine(self, page_ids: PageIds, owner: int) -> None:
@@ -313,15 +338,59 @@ class PageLedger:
             self._require_live(operation, owner)
         if not page_ids.size:
             return None
-        # A negative id is a huge unsigned one, so one comparison covers both ends.
-        if int(page_ids.view(np.uint32).max()) < self.num_pages:
-            order = np.arange(page_ids.size, dtype=np.int32)
-            self._scratch[page_ids] = order
-            # Of two equal ids one has overwritten the mark of the other.
-            unique = bool((self._scratch[page_ids] == order).all())
-            if unique and bool((self._owner[page_ids] == owner).all()):
-                return None
+        if self._are_all(page_ids, owner):
+            return None
         return self._convict(operation, page_ids, owner)
+
+    def _are_all(self, page_ids: PageIds, owner: int) -> bool:
+        """Whether these are pages of that owner, none of them twice."""
+        if not page_ids.size:
+            return True
+        # A negative id is a huge unsigned one, so one comparison covers both ends.
+        if int(page_ids.view(np.uint32).max()) >= self.num_pages:
+            return False
+        order = np.arange(page_ids.size, dtype=np.int32)
+        self._scratch[page_ids] = order
+        # Of two equal ids one has overwritten the mark of the other.
+        unique = bool((self._scratch[page_ids] == order).all())
+        return unique and bool((self._owner[page_ids] == owner).all())
+
+    def _mend_free(self, page_ids: PageIds, owner: int) -> None:
+        """The top of the free list is not what it should be: rebuild it from the owner table.
+
+        Whoever has a page that was listed keeps it: it has not been handed out.
+        """
+        pages = Counter(page_ids.tolist())
+        wrong: list[tuple[int, ViolationKind]] = []
+        for page, times in pages.items():
+            kind = self._kind_of_misuse(page, FREE, times)
+            if kind == "already_free":  # as it should be here, but once
+                kind = "duplicate" if times > 1 else None
+            if kind is not None:
+                wrong.append((page, kind))
+        self._recount()
+        caller = self._owners.label(owner)
+        for page, kind in wrong:
+            holder = self.owner_of(page) if kind != "out_of_range" else "nobody"
+            self.report(kind, "alloc", page, caller, holder)
+
+    def _recount(self) -> list[tuple[str, int, int]]:
+        """Make all counts and the free list what the owner table says; what was counted wrong.
+
+        Pages of an owner that was dropped go to quarantine: somebody may still use them.
+        """
+        self._owner[~self._owners.are_live(self._owner)] = QUARANTINE
+        held = self._owners.held
+        actual = np.bincount(self._owner & SLOT_MASK, minlength=len(held)).tolist()
+        pairs = zip(self._owners.labels, held, actual, strict=True)
+        wrong = [(label, was, now) for label, was, now in pairs if was != now]
+        held[:] = actual
+        self._order_free()
+        return wrong
+
+    def _report_counts(self, wrong: list[tuple[str, int, int]]) -> None:
+        for label, was, now in wrong:
+            self.report("sum", "audit", None, label, f"{was} pages were counted, it has {now}")
 
     def _convict(self, operation: str, page_ids: PageIds, owner: int) -> npt.NDArray[np.bool_]:
         caller = self._owners.label(owner)
@@ -424,6 +493,16 @@ class _Owners:
         if cached:
             self.cached_slots.add(slot)
         return self._handles[slot]
+
+    def live(self) -> list[int]:
+        unused = set(self._unused)
+        return [
+            h for slot, h in enumerate(self._handles) if slot > QUARANTINE and slot not in unused
+        ]
+
+    @property
+    def num_live(self) -> int:
+        return len(self.labels) - len(self._unused) - 2
 
     def remove(self, owner: int) -> None:
         slot = owner & SLOT_MASK

@@ -4,6 +4,7 @@ A prefix cache maps token prefixes to the pages that hold their KV. It is not th
 is the page ledger) and it holds no tensors. Only whole pages are ever stored or matched.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,10 +43,18 @@ class PrefixKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """The longest stored prefix of a key; lock `node` before the next call that evicts."""
+    """The longest stored prefix of a key; lock `node` before the next call that evicts.
+
+    Attributes:
+        page_ids: the cache's pages of that prefix, in order.
+        num_tokens: how long it is.
+        num_asked: how long the key was.
+        node: the node that the prefix ends in.
+    """
 
     page_ids: PageIds
     num_tokens: int
+    num_asked: int
     node: TreeNode
 
 
@@ -83,11 +92,21 @@ class PrefixCache(Protocol):
     """Prefixes to pages. Owns the pages it stores; written by leases only."""
 
     @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+
+    @property
     def num_evictable(self) -> int:
         """Pages that `evict` could free now; O(1)."""
 
     def match(self, key: PrefixKey) -> Match:
-        """Find the longest stored prefix, in whole pages, and mark it as used."""
+        """Find the longest stored prefix, in whole pages; order and totals stay as they are."""
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find; changes nothing."""
+
+    def use(self, match: Match) -> None:
+        """Somebody goes on from this match, whose node is locked: it counts, and it is renewed."""
 
     def lock(self, node: TreeNode) -> None:
         """Protect the prefix that ends in `node` from eviction, until as many unlocks."""
@@ -108,6 +127,16 @@ class PrefixCache(Protocol):
 
     def audit(self) -> PageIds:
         """Pages that the cache has lost to a fault since the last audit; O(1) if there is none."""
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums; cheap enough for every step."""
+
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
+        """Count all locks anew: one on each of these nodes and on all above it.
+
+        What was wrong is reported, if that is wanted. Returns the nodes that are locked now: the
+        root in place of one that has left the tree.
+        """
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""

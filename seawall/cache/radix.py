@@ -15,12 +15,13 @@ Cost: a lookup takes one dictionary probe a node and one vectorised comparison o
 passes; a lock takes its depth; an eviction O(log nodes) a leaf. Time is a counter of calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from seawall.cache.eviction import EvictionOrder, EvictionQueue, least_recently_used
+from seawall.cache.locks import TreeLocks
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import SLOT_MASK, PageIds, PageLedger
 from seawall.cache.prefix import CacheStats, InsertResult, Match, PrefixKey, common_length
@@ -34,6 +35,7 @@ _NO_PAGES.flags.writeable = False
 
 @dataclass(slots=True)
 class _Totals:
+    num_nodes: int = 0  # now; the others since the start
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -51,7 +53,7 @@ class RadixCache:
         self.root = TreeNode(tokens=_NO_PAGES, page_ids=_NO_PAGES, edge=b"", parent=None, serial=0)
         self.num_evictable = 0
         self.num_protected = 0
-        self._num_nodes = 0
+        self._locks = TreeLocks()
         self._ledger = ledger
         self._page_size = page_size
         self.owner = ledger.new_owner("tree", cached=True)
@@ -62,19 +64,39 @@ class RadixCache:
         self._totals = _Totals()
 
     def match(self, key: PrefixKey) -> Match:
-        """Find the longest stored prefix, in whole pages, and mark it as used.
+        """Find the longest stored prefix, in whole pages; order and totals stay as they are.
 
         A node that matches in part is split, so that the match ends at a node's end and a lock
         protects the matched pages and no others.
         """
-        num_pages = len(key) // self._page_size
-        node, found = self._walk(key, num_pages)
+        node, found = self.root, list[PageIds]()
+        for child, same in self._steps(key, len(key) // self._page_size):
+            node = child if same == len(child.page_ids) else self._split(child, same)
+            found.append(node.page_ids)
         page_ids = np.concatenate(found) if found else _NO_PAGES
         num_tokens = len(page_ids) * self._page_size
+        return Match(page_ids=page_ids, num_tokens=num_tokens, num_asked=len(key), node=node)
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find; changes nothing."""
+        return len(self.find(key)) * self._page_size
+
+    def find(self, key: PrefixKey) -> PageIds:
+        """Pages of the longest stored prefix; changes nothing."""
+        steps = self._steps(key, len(key) // self._page_size)
+        return np.concatenate([_NO_PAGES, *(child.page_ids[:same] for child, same in steps)])
+
+    def use(self, match: Match) -> None:
+        """Somebody goes on from this match, whose node is locked: it counts, and it is renewed."""
         self._totals.lookups += 1
-        self._totals.lookup_tokens += len(key)
-        self._totals.hit_tokens += num_tokens
-        return Match(page_ids=page_ids, num_tokens=num_tokens, node=node)
+        self._totals.lookup_tokens += match.num_asked
+        self._totals.hit_tokens += match.num_tokens
+        self._clock += 1
+        step: TreeNode | None = match.node
+        while step is not None:
+            step.last_used = self._clock
+            step.num_hits += 1
+            step = step.parent
 
     def lock(self, node: TreeNode) -> None:
         """Protect the prefix that ends in `node` from eviction; O(depth)."""
@@ -83,10 +105,9 @@ class RadixCache:
         step: TreeNode | None = node
         while step is not None:
             self._totals.node_visits += 1
-            if step.num_locks == 0:
+            if self._locks.lock(step):
                 self.num_evictable -= len(step.page_ids)
                 self.num_protected += len(step.page_ids)
-            step.num_locks += 1
             step = step.parent
 
     def unlock(self, node: TreeNode) -> None:
@@ -96,8 +117,7 @@ class RadixCache:
         step: TreeNode | None = node
         while step is not None:
             self._totals.node_visits += 1
-            step.num_locks -= 1
-            if step.num_locks == 0:
+            if self._locks.unlock(step):
                 self.num_evictable += len(step.page_ids)
                 self.num_protected -= len(step.page_ids)
                 self._offer(step)
@@ -156,7 +176,7 @@ class RadixCache:
     def reset(self) -> bool:
         """Free everything unlocked; returns whether the tree is now empty."""
         self.evict(self.num_evictable)
-        return self._num_nodes == 0
+        return self._totals.num_nodes == 0
 
     def audit(self) -> PageIds:
         """Compare the tree's own sum with the ledger; O(1) as long as they agree.
@@ -170,7 +190,45 @@ class RadixCache:
         pages = [node.page_ids for node in self.nodes()]
         lost = self._ledger.reconcile(self.owner, np.concatenate([_NO_PAGES, *pages]))
         self._num_lost = len(lost)
+        self._recount()
         return lost
+
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks are as many as their holders, in sums; O(locked nodes)."""
+        return self.root.num_locks == num_holders and self._locks.add_up
+
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
+        """Count all locks anew: one on each of these nodes and on all above it.
+
+        Returns:
+            The nodes; the root in place of one that has left the tree.
+        """
+        before = {node: node.num_locks for node in (self.root, *self.nodes())}
+        for node in before:
+            node.num_locks = 0
+        self._locks.clear()
+        self._recount(report=report)
+        kept = [node if self._has(node) else self.root for node in nodes]
+        for node in kept:
+            self.lock(node)
+        for node in before:
+            self._offer(node)
+        if report:
+            self._report_locks(before, nodes, kept)
+        return kept
+
+    def _report_locks(
+        self, before: dict[TreeNode, int], nodes: Sequence[TreeNode], kept: Sequence[TreeNode]
+    ) -> None:
+        for node, now in zip(nodes, kept, strict=True):
+            if node is not now:
+                said = f"the node of page {node.page_ids[0]} was evicted while it was locked"
+                self._ledger.report("sum", "audit", None, "tree", said)
+        for node, was in before.items():
+            if node.num_locks != was:
+                name = "the root" if node is self.root else f"the node of page {node.page_ids[0]}"
+                said = f"{name} counted {was} locks, {node.num_locks} leases and holds have it"
+                self._ledger.report("sum", "audit", None, "tree", said)
 
     def stats(self) -> CacheStats:
         """Sizes and totals."""
@@ -178,7 +236,7 @@ class RadixCache:
         return CacheStats(
             evictable_pages=self.num_evictable,
             protected_pages=self.num_protected,
-            num_nodes=self._num_nodes,
+            num_nodes=totals.num_nodes,
             num_lookups=totals.lookups,
             lookup_tokens=totals.lookup_tokens,
             hit_tokens=totals.hit_tokens,
@@ -194,29 +252,37 @@ class RadixCache:
             yield node
             pending.extend(node.children.values())
 
-    def _walk(
-        self, key: PrefixKey, num_pages: int, priority: int | None = None
-    ) -> tuple[TreeNode, list[PageIds]]:
-        """Follow a key down; returns the node at the end of its stored part, and the pages."""
-        self._clock += 1
+    def _steps(self, key: PrefixKey, num_pages: int) -> Iterator[tuple[TreeNode, int]]:
+        """Follow a key down: each node on its way, and how many of its pages the key has.
+
+        Only the last node can have more. The caller may split it.
+        """
         size = self._page_size
-        node, found, done = self.root, list[PageIds](), 0
+        node, done = self.root, 0
         while done < num_pages:
             self._totals.node_visits += 1
             child = node.children.get(self._edge(key, done))
             if child is None:
-                break
+                return
+            num_left = len(child.page_ids)
             same = common_length(child.tokens, key.tokens[done * size : num_pages * size]) // size
-            if same < len(child.page_ids):
-                child = self._split(child, same)
-            child.last_used = self._clock
-            if priority is None:
-                child.num_hits += 1
-            else:
-                child.priority = max(child.priority, priority)
-            found.append(child.page_ids)
+            yield child, same
+            if same < num_left:
+                return
             done += same
             node = child
+
+    def _walk(
+        self, key: PrefixKey, num_pages: int, priority: int
+    ) -> tuple[TreeNode, list[PageIds]]:
+        """The node at the end of the stored part of a key to be stored, and the pages up to it."""
+        self._clock += 1
+        node, found = self.root, list[PageIds]()
+        for child, same in self._steps(key, num_pages):
+            node = child if same == len(child.page_ids) else self._split(child, same)
+            node.last_used = self._clock
+            node.priority = max(node.priority, priority)
+            found.append(node.page_ids)
         return node, found
 
     def _edge(self, key: PrefixKey, page: int) -> bytes:
@@ -243,24 +309,42 @@ class RadixCache:
         leaf.last_used = self._clock
         leaf.priority = priority
         parent.children[leaf.edge] = leaf
-        self._num_nodes += 1
+        self._totals.num_nodes += 1
         self.num_evictable += len(page_ids)
         self._offer(leaf)
         return leaf
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         self._serial += 1
-        self._num_nodes += 1
-        return node.split(num_pages, self._serial)
+        self._totals.num_nodes += 1
+        upper = node.split(num_pages, self._serial)
+        self._locks.split(upper)
+        return upper
 
     def _remove(self, leaf: TreeNode) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.edge]
         leaf.parent = None
-        self._num_nodes -= 1
+        self._totals.num_nodes -= 1
         self.num_evictable -= len(leaf.page_ids)
         self._offer(parent)
+
+    def _has(self, node: TreeNode) -> bool:
+        while node.parent is not None:
+            node = node.parent
+        return node is self.root
+
+    def _recount(self, *, report: bool = True) -> None:
+        """Make the sums of pages what the nodes say; in between, a difference is a fault."""
+        was = self.num_evictable, self.num_protected
+        nodes = list(self.nodes())
+        self.num_protected = sum(len(node.page_ids) for node in nodes if node.num_locks)
+        self.num_evictable = sum(len(node.page_ids) for node in nodes) - self.num_protected
+        if report and sum(was) != self.num_evictable + self.num_protected:
+            said = f"{was} evictable and protected pages were counted, its nodes have "
+            said += f"{(self.num_evictable, self.num_protected)}"
+            self._ledger.report("sum", "audit", None, "tree", said)
 
     def _offer(self, node: TreeNode) -> None:
         """Queue a node for eviction if it is an unlocked leaf."""

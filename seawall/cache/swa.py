@@ -10,7 +10,8 @@ module keeps the two together: what enters the tree enters it in both classes, w
 both, and what is matched has a whole window at its end. Written by leases only.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from seawall.cache.node import TreeNode
 from seawall.cache.pages import PageIds
@@ -19,20 +20,12 @@ from seawall.cache.radix import RadixCache
 from seawall.cache.windows import WindowPages
 
 
-@dataclass(slots=True)
-class _Totals:
-    lookups: int = 0
-    lookup_tokens: int = 0
-    hit_tokens: int = 0
-
-
 class SwaCache:
     """A PrefixCache over two classes of pages."""
 
     def __init__(self, tree: RadixCache, windows: WindowPages) -> None:
         self._tree = tree
         self._windows = windows
-        self._totals = _Totals()
         windows.open(tree.owner, "tree", tree=True)
 
     @property
@@ -41,22 +34,28 @@ class SwaCache:
         return self._tree.root
 
     @property
+    def owner(self) -> int:
+        """Who the cached pages belong to in the ledger."""
+        return self._tree.owner
+
+    @property
     def num_evictable(self) -> int:
         """Full pages that `evict` could free now."""
         return self._tree.num_evictable
 
     def match(self, key: PrefixKey) -> Match:
         """Find the longest stored prefix behind which a whole window survives."""
-        match = self._tree.match(key)
-        num_pages = self._windows.num_valid(match.page_ids)
-        if num_pages < len(match.page_ids):
-            page_size = self._windows.page_size
-            match = self._tree.match(key.head(num_pages * page_size))
-        self._windows.touch(match.page_ids)
-        self._totals.lookups += 1
-        self._totals.lookup_tokens += len(key)
-        self._totals.hit_tokens += match.num_tokens
-        return match
+        match = self._tree.match(key.head(self.measure(key)))
+        return replace(match, num_asked=len(key))
+
+    def measure(self, key: PrefixKey) -> int:
+        """Tokens that `match` would find."""
+        return self._windows.num_valid(self._tree.find(key)) * self._windows.page_size
+
+    def use(self, match: Match) -> None:
+        """Count a match that somebody goes on from, and renew it in both classes."""
+        self._tree.use(match)
+        self._windows.use(match.page_ids)
 
     def lock(self, node: TreeNode) -> None:
         """Protect the full pages of the prefix that ends in `node`; window pages have own locks."""
@@ -77,6 +76,7 @@ class SwaCache:
         same = result.num_existing
         self._windows.heal(page_ids[:same], result.page_ids[:same], owner)
         self._windows.give_to_tree(result.page_ids[same:], owner)
+        self._windows.stored(result.page_ids, same, priority)
         return result
 
     def evict(self, num_pages: int) -> int:
@@ -96,12 +96,14 @@ class SwaCache:
         """Pages that the tree has lost since the last audit."""
         return self._tree.audit()
 
+    def locks_agree(self, num_holders: int) -> bool:
+        """Whether the locks on full pages are as many as their holders, in sums."""
+        return self._tree.locks_agree(num_holders)
+
+    def relock(self, nodes: Sequence[TreeNode], *, report: bool = True) -> list[TreeNode]:
+        """Count the locks on full pages anew."""
+        return self._tree.relock(nodes, report=report)
+
     def stats(self) -> CacheStats:
-        """Sizes and totals; lookups as the caller made them."""
-        totals = self._totals
-        return replace(
-            self._tree.stats(),
-            num_lookups=totals.lookups,
-            lookup_tokens=totals.lookup_tokens,
-            hit_tokens=totals.hit_tokens,
-        )
+        """Sizes and totals."""
+        return self._tree.stats()

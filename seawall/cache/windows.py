@@ -10,26 +10,31 @@ window page too. The window page hangs on the full page of the same positions:
     full       [page][page][page][page][page][page]      kept until the request ends
     window       -1    -1  [page][page][page][page]      given back as the window moves
 
-Owns this one mapping, the ledger of the window class, and the order in which cached window pages
-are evicted. Knows nothing of tokens; a full page and its window page always have the same owner.
-A window page of the tree that nobody has locked can be evicted without its full page: the prefix
-stays, but a match may end only where a whole window survives (cache/swa.py).
-
-    queue   runs of pages by the time they were last used, the oldest first. A page that was used
-            again, locked or freed since is passed over: its time differs. Rebuilt when it has
-            grown to twice the pool, which costs O(1) for each use that was recorded.
+Owns this one mapping, the ledger of the window class and the locks of cached window pages; in which
+order these are evicted is the matter of cache/window_order.py. Knows nothing of tokens; a full page
+and its window page always have the same owner. A window page of the tree that nobody has locked can
+be evicted without its full page: the prefix stays, but a match may end only where a whole window
+survives (cache/swa.py).
 """
 
-from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from seawall.cache.pages import QUARANTINE, SLOT_MASK, PageCounts, PageIds, PageLedger, Violation
+from seawall.cache.eviction import EvictionOrder, least_recently_used
+from seawall.cache.pages import (
+    FREE,
+    QUARANTINE,
+    SLOT_MASK,
+    PageCounts,
+    PageIds,
+    PageLedger,
+    Violation,
+)
+from seawall.cache.window_order import WindowOrder
 
 _NONE = -1
-_QUEUE_FACTOR = 2
-_NO_PAGES: PageIds = np.empty(0, np.int32)
 
 
 class Windows(Protocol):
@@ -93,87 +98,50 @@ class Windows(Protocol):
     def num_held(self, owner: int) -> int:
         """Window pages of an owner."""
 
+    def differing(self, claims: Mapping[int, int]) -> set[int]:
+        """Of owners with the number of window pages that they claim those that have another."""
+
     def audit(self, owner: int, page_ids: PageIds) -> PageIds:
         """Settle what an owner holds that should have a window page for each of these full pages.
 
         Returns those of them that have none, or not their own.
         """
 
+    def is_sound(self) -> bool:
+        """Whether mapping, locks and counts agree in their sums; cheap enough for every step."""
+
+    def has_all(self, owner: int, page_ids: PageIds) -> bool:
+        """Whether each of these full pages of `owner` has a window page, which is its own."""
+
+    def drop_others(self, cached: PageIds) -> None:
+        """Forget all owners but the tree, which has these full pages, and all locks."""
+
+    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
+        """Mend the mapping, settle what the tree holds and count all locks anew.
+
+        Args:
+            cached: all full pages of the tree.
+            readers: full pages that leases and holds have locked, once for each of them.
+
+        Returns:
+            Those of the tree's full pages whose window page was lost.
+        """
+
     def check(self, full: PageLedger) -> bool:
         """Whether mapping, owners and sums agree with each other and with the full pages."""
-
-
-class NoWindows:
-    """The window class of a model that has no windows: nothing to hold, nothing in short supply."""
-
-    most_held = 0
-    num_evictable = 0
-    num_free = 2**31
-    violations = ()
-
-    def counts(self) -> None:
-        """See Windows."""
-
-    def open(self, owner: int, label: str) -> None:
-        """See Windows."""
-
-    def close(self, owner: int) -> None:
-        """See Windows."""
-
-    def attach(self, page_ids: PageIds, owner: int) -> None:
-        """See Windows."""
-
-    def detach(self, page_ids: PageIds, owner: int) -> None:
-        """See Windows."""
-
-    def lock(self, page_ids: PageIds) -> None:
-        """See Windows."""
-
-    def unlock(self, page_ids: PageIds) -> None:
-        """See Windows."""
-
-    def num_sole(self, page_ids: PageIds) -> int:
-        """See Windows."""
-        return 0
-
-    def evict(self, num_pages: int) -> int:
-        """See Windows."""
-        return 0
-
-    def table(self, page_ids: PageIds) -> tuple[PageIds, PageIds]:
-        """See Windows."""
-        return _NO_PAGES, _NO_PAGES
-
-    def first_kept(self, position: int) -> int:
-        """See Windows."""
-        return 0
-
-    def first_read(self, position: int) -> int:
-        """See Windows."""
-        return 0
-
-    def run_start(self, page_ids: PageIds) -> int:
-        """See Windows."""
-        return 0
-
-    def num_held(self, owner: int) -> int:
-        """See Windows."""
-        return 0
-
-    def audit(self, owner: int, page_ids: PageIds) -> PageIds:
-        """See Windows."""
-        return _NO_PAGES
-
-    def check(self, full: PageLedger) -> bool:
-        """See Windows."""
-        return True
 
 
 class WindowPages:
     """The Windows of a model with sliding windows. Written by leases and one tree."""
 
     def __init__(
-        self, ledger: PageLedger, *, num_full_pages: int, page_size: int, window: int
+        self,
+        ledger: PageLedger,
+        *,
+        num_full_pages: int,
+        page_size: int,
+        window: int,
+        order: EvictionOrder = least_recently_used,
     ) -> None:
         assert window > 0, window
         self.ledger = ledger
@@ -183,7 +151,8 @@ class WindowPages:
         self._window_of: PageIds = np.full(num_full_pages, _NONE, np.int32)
         self._full_of: PageIds = np.full(ledger.num_pages, _NONE, np.int32)
         self._locks = np.zeros(ledger.num_pages, np.int32)
-        self._runs = _Runs(ledger.num_pages)
+        self._num_locks = 0
+        self._queue = WindowOrder(order, self._locks)
         self._owners: dict[int, int] = {}
         self._tree = 0
 
@@ -234,6 +203,11 @@ class WindowPages:
         """Window pages of an owner."""
         return self.ledger.held[self._owners[owner] & SLOT_MASK]
 
+    def differing(self, claims: Mapping[int, int]) -> set[int]:
+        """Of owners with the number of window pages that they claim those that have another."""
+        held, owners = self.ledger.held, self._owners
+        return {o for o, claimed in claims.items() if held[owners[o] & SLOT_MASK] != claimed}
+
     def attach(self, page_ids: PageIds, owner: int) -> None:
         """Give each of these full pages of `owner` a window page.
 
@@ -267,6 +241,15 @@ class WindowPages:
         _, pages = self._mapped(page_ids)
         self._move(pages, owner)
 
+    def stored(self, page_ids: PageIds, num_existing: int, priority: int) -> None:
+        """These cached pages, in position order from 0, have just been stored.
+
+        Those before `num_existing` were there: of them the last window is renewed.
+        """
+        _, pages = self._mapped(page_ids)
+        self._queue.raise_priority(pages, priority)
+        self._renew(page_ids[:num_existing], len(page_ids), num_hits=0)
+
     def heal(self, copies: PageIds, kept: PageIds, owner: int) -> None:
         """Where the tree's page has lost its window page, it takes that of the owner's copy.
 
@@ -289,6 +272,7 @@ class WindowPages:
         _, pages = self._mapped(page_ids)
         self.num_evictable -= int((self._locks[pages] == 0).sum())
         self._locks[pages] += 1
+        self._num_locks += len(pages)
 
     def unlock(self, page_ids: PageIds) -> None:
         """Undo one lock."""
@@ -297,29 +281,29 @@ class WindowPages:
             self.ledger.report("sum", "unlock", None, "window pages", "one of them is not locked")
             pages = pages[self._locks[pages] > 0]
         self._locks[pages] -= 1
+        self._num_locks -= len(pages)
         unlocked = pages[self._locks[pages] == 0]
         self.num_evictable += len(unlocked)
-        self._runs.use(unlocked, self._locks)
+        self._queue.offer(unlocked)
 
     def num_sole(self, page_ids: PageIds) -> int:
         """How many of these cached pages have a window page that is locked once."""
         _, pages = self._mapped(page_ids)
         return int((self._locks[pages] == 1).sum())
 
-    def touch(self, page_ids: PageIds) -> None:
-        """A match has ended behind these cached pages, in position order."""
-        _, pages = self._mapped(page_ids[self.first_kept(len(page_ids) * self.page_size) :])
-        self._runs.use(pages, self._locks)
+    def use(self, page_ids: PageIds) -> None:
+        """Somebody goes on behind these cached pages, in position order from 0."""
+        self._renew(page_ids, len(page_ids), num_hits=1)
 
     def evict(self, num_pages: int) -> int:
         """Free at least that many cached window pages, or all there are; returns how many.
 
-        The run that was used longest ago goes first, and of a run its last positions: what is in
-        front of them may still be the whole window of a shorter prefix.
+        Runs go in the tree's order, and of a run its last positions first: what is in front of them
+        may still be the whole window of a shorter prefix.
         """
         num_left = num_pages
-        while num_left > 0 and self._runs:
-            pages = self._runs.take_oldest(num_left, self._locks)
+        while num_left > 0 and self._queue:
+            pages = self._queue.take(num_left)
             num_left -= len(pages)
             self.detach(self._full_of[pages], self._tree)
         return num_pages - num_left
@@ -370,7 +354,81 @@ class WindowPages:
         withheld = self.ledger.pages_of(QUARANTINE)
         withheld = withheld[self._full_of[withheld] != _NONE]
         self._unmap(self._full_of[withheld], withheld)
+        label = self.ledger.label_of(self._owners[owner])
+        for page in missing.tolist():
+            self.ledger.report("lost", "audit", None, label, f"the window page of page {page}")
         return np.concatenate([missing, mapped[np.isin(pages, lost)]])
+
+    def is_sound(self) -> bool:
+        """Whether mapping, locks and counts agree in their sums; a few passes over arrays."""
+        self.ledger.audit()
+        held = self.ledger.held
+        num_held = self.ledger.num_pages - held[FREE] - held[QUARANTINE]
+        num_cached = held[self._owners[self._tree] & SLOT_MASK]
+        used = np.flatnonzero(self._full_of != _NONE)
+        return (
+            int(np.count_nonzero(self._window_of != _NONE)) == num_held == len(used)
+            and bool((self._window_of[self._full_of[used]] == used).all())
+            and int(np.count_nonzero(self._locks)) + self.num_evictable == num_cached
+            and int(self._locks.sum()) == self._num_locks
+        )
+
+    def has_all(self, owner: int, page_ids: PageIds) -> bool:
+        """Whether each of these full pages of `owner` has a window page, which is its own."""
+        pages = self._window_of[page_ids]
+        if bool((pages == _NONE).any()):
+            return False
+        return bool((self.ledger.owners_of(pages) == self._owners[owner]).all())
+
+    def drop_others(self, cached: PageIds) -> None:
+        """Forget all owners but the tree, which has these full pages, and all locks."""
+        handle = self._owners[self._tree]
+        self._owners = {self._tree: handle}
+        self.ledger.drop_others(handle)
+        others = np.flatnonzero(self.ledger.owners_of(np.arange(self.ledger.num_pages)) != handle)
+        self._window_of[np.setdiff1d(np.arange(len(self._window_of)), cached)] = _NONE
+        self._full_of[others] = _NONE
+        self._mend()
+        self._queue.forget(others.astype(np.int32))
+        self._recount((), report=False)
+
+    def settle(self, cached: PageIds, readers: Sequence[PageIds]) -> PageIds:
+        """Mend the mapping, settle what the tree holds and count all locks anew; see Windows."""
+        torn = self._mend()
+        lost = self.audit(self._tree, cached[self._window_of[cached] != _NONE])
+        lost = np.union1d(lost, np.intersect1d(torn, cached)).astype(np.int32)
+        self._recount(readers, report=not len(lost))
+        return lost
+
+    def _mend(self) -> PageIds:
+        """Drop what is mapped one way only; returns the full pages that have lost by it."""
+        mapped = np.flatnonzero(self._window_of != _NONE).astype(np.int32)
+        torn: PageIds = mapped[self._full_of[self._window_of[mapped]] != mapped]
+        self._window_of[torn] = _NONE
+        back = np.flatnonzero(self._full_of != _NONE)
+        self._full_of[back[self._window_of[self._full_of[back]] != back]] = _NONE
+        return torn
+
+    def _recount(self, readers: Sequence[PageIds], *, report: bool) -> None:
+        """Make locks and sums what the readers and the ledger say."""
+        locks = np.zeros_like(self._locks)
+        for page_ids in readers:
+            locks[self._mapped(page_ids)[1]] += 1
+        wrong = np.flatnonzero(self._locks != locks)
+        was, self._locks[:] = self._locks[wrong], locks
+        self._num_locks = int(locks.sum())
+        pages = self.ledger.pages_of(self._owners[self._tree])
+        unlocked = pages[locks[pages] == 0]
+        counted, self.num_evictable = self.num_evictable, len(unlocked)
+        self._queue.offer(unlocked)
+        if not report:
+            return
+        for page, number in zip(wrong.tolist(), was.tolist(), strict=True):
+            said = f"window page {page} counted {number} locks, {locks[page]} readers have it"
+            self.ledger.report("sum", "audit", None, "tree", said)
+        if not len(wrong) and counted != len(unlocked):
+            said = f"{counted} window pages were counted as evictable, {len(unlocked)} are"
+            self.ledger.report("sum", "audit", None, "tree", said)
 
     def check(self, full: PageLedger) -> bool:
         """Compare mapping, owners and sums with both ledgers; tolerance zero; O(pages).
@@ -414,8 +472,14 @@ class WindowPages:
     def _unmap(self, page_ids: PageIds, pages: PageIds) -> None:
         self._window_of[page_ids] = _NONE
         self._full_of[pages] = _NONE
-        self._runs.forget(pages)
+        self._queue.forget(pages)
+        self._num_locks -= int(self._locks[pages].sum())
         self._locks[pages] = 0
+
+    def _renew(self, page_ids: PageIds, end: int, *, num_hits: int) -> None:
+        """Those of these pages that are in the window in front of column `end` are in use."""
+        _, pages = self._mapped(page_ids[self.first_kept(end * self.page_size) :])
+        self._queue.renew(pages, num_hits=num_hits)
 
     def _move(self, pages: PageIds, owner: int) -> None:
         num_moved = self.ledger.transfer(pages, self._owners[owner], self._owners[self._tree])
@@ -423,7 +487,7 @@ class WindowPages:
         if len(rest):  # after a misuse that was survived: nobody must read them through the tree
             self._unmap(self._full_of[rest], rest)
         self.num_evictable += num_moved
-        self._runs.use(pages[:num_moved], self._locks)
+        self._queue.renew(pages[:num_moved], num_hits=0)
 
     def _drop_stale(self, page_ids: PageIds, owner: int) -> None:
         pages = self._window_of[page_ids]
@@ -454,54 +518,3 @@ class WindowPages:
             good = np.setdiff1d(fresh, stale)
             fresh = np.concatenate([good, self.ledger.alloc(more, handle)])
         return fresh
-
-
-class _Runs:
-    """Runs of cached window pages in the order in which they were last used; see the module."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._used = np.zeros(num_pages, np.int64)
-        self._queue: deque[tuple[int, PageIds]] = deque()
-        self._num_queued = 0
-        self._clock = 0
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def use(self, pages: PageIds, locks: PageIds) -> None:
-        """These pages, in position order, are the ones used last."""
-        if not len(pages):
-            return
-        self._clock += 1
-        self._used[pages] = self._clock
-        self._queue.append((self._clock, pages))
-        self._num_queued += len(pages)
-        if self._num_queued > _QUEUE_FACTOR * len(self._used):
-            self._rebuild(locks)
-
-    def forget(self, pages: PageIds) -> None:
-        """These pages are not cached any more."""
-        self._used[pages] = 0
-
-    def take_oldest(self, num_pages: int, locks: PageIds) -> PageIds:
-        """Up to so many unlocked pages from the end of the oldest run; none if it is out of date.
-
-        A locked page is dropped from the queue: it is used again when it is unlocked.
-        """
-        time, pages = self._queue.popleft()
-        self._num_queued -= len(pages)
-        pages = self._current(time, pages, locks)
-        keep = max(len(pages) - num_pages, 0)
-        if keep:
-            self._queue.appendleft((time, pages[:keep]))
-            self._num_queued += keep
-        return pages[keep:]
-
-    def _current(self, time: int, pages: PageIds, locks: PageIds) -> PageIds:
-        current: PageIds = pages[(self._used[pages] == time) & (locks[pages] == 0)]
-        return current
-
-    def _rebuild(self, locks: PageIds) -> None:
-        current = [(time, self._current(time, pages, locks)) for time, pages in self._queue]
-        self._queue = deque((time, pages) for time, pages in current if len(pages))
-        self._num_queued = sum(len(pages) for _, pages in self._queue)

@@ -254,6 +254,7 @@ def _leases(config: EngineConfig, plan: EnginePlan) -> LeaseBook:
             num_full_pages=plan.memory.num_pages,
             page_size=page_size,
             window=plan.spec.window,
+            order=order,
         )
         tree = SwaCache(radix, windows)
     cache = ChunkCache(tree) if config.schedule.disable_radix_cache else tree

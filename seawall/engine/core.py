@@ -113,12 +113,10 @@ class EngineCore:
         for message in messages:
             if isinstance(message, GenerateRequest):
                 self._add(message)
-            elif isinstance(message, AbortRequest):
-                self.scheduler.abort(message.rid)
-            elif isinstance(message, FinishRequest):
-                self.scheduler.finish(message)
-            else:
+            elif isinstance(message, FlushCache):
                 self._flush(message)
+            else:
+                self._end_one(message)
 
     def turn(self, before_wait: Callable[[], None] = _nothing) -> list[FromCore]:
         """One turn of the loop; returns what is to be delivered.
@@ -147,22 +145,25 @@ class EngineCore:
 
         The audit compares counts and is made always; the check compares every page.
         """
-        names = self.leases.audit()
-        for name in names:
-            reason = f"kv: {name} lost a page to an accounting fault; see memory_report"
-            self.scheduler.end_untrusted(name, reason)
-        if names:
-            self.leases.cache.reset()
-        if self._check_pages or not self.has_work:
-            self.leases.check()
+        try:
+            names = self.leases.audit()
+            for name in names:
+                reason = f"kv: {name} lost a page to an accounting fault; see memory_report"
+                self.scheduler.end_untrusted(name, reason)
+            if names:
+                self.leases.cache.reset()
+            if self._check_pages or not self.has_work:
+                self.leases.check()
+        except Exception as error:  # process boundary: see the module's docstring
+            logger.exception("the audit of pages failed")
+            self._end_all(f"engine fault in the audit: {type(error).__name__}: {error}")
 
     def _plan(self) -> StepPlan | None:
         try:
             return self.scheduler.plan(in_flight=self._in_flight is not None)
         except Exception as error:  # process boundary: see the module's docstring
             logger.exception("planning failed")
-            reason = f"engine fault while planning: {type(error).__name__}: {error}"
-            self.scheduler.abort(None, reason, status_code=500)
+            self._end_all(f"engine fault while planning: {type(error).__name__}: {error}")
             return None
 
     def _launch(self, plan: StepPlan | None) -> Flight | None:
@@ -190,7 +191,34 @@ class EngineCore:
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed", plan.step, exc_info=error)
-        self.scheduler.fail(plan, f"engine fault: {type(error).__name__}: {error}")
+        reason = f"engine fault: {type(error).__name__}: {error}"
+        try:
+            self.scheduler.fail(plan, reason)
+        except Exception:  # process boundary: see the module's docstring
+            self._drop(reason)
+
+    def _end_one(self, message: AbortRequest | FinishRequest) -> None:
+        try:
+            if isinstance(message, AbortRequest):
+                self.scheduler.abort(message.rid)
+            else:
+                self.scheduler.finish(message)
+        except Exception as error:  # process boundary: see the module's docstring
+            self._drop(f"engine fault: {type(error).__name__}: {error}")
+
+    def _end_all(self, reason: str) -> None:
+        try:
+            self.scheduler.abort(None, reason, status_code=500)
+        except Exception:  # process boundary: see the module's docstring
+            self._drop(reason)
+
+    def _drop(self, reason: str) -> None:
+        """Requests could not be ended in order: end all of them without."""
+        logger.exception("ending requests failed, all are dropped")
+        try:
+            self.scheduler.drop(reason)
+        except Exception:  # process boundary: see the module's docstring
+            logger.exception("dropping requests failed")
 
     def _add(self, message: GenerateRequest) -> None:
         if self._refusal is not None:
@@ -212,5 +240,9 @@ class EngineCore:
     def _flush(self, message: FlushCache) -> None:
         # A step of ended requests may still be in flight: what it reads is freed, but written
         # again by later steps only.
-        done = not self.scheduler.has_work and self.leases.flush()
+        try:
+            done = not self.scheduler.has_work and self.leases.flush()
+        except Exception as error:  # process boundary: see the module's docstring
+            self._drop(f"engine fault: {type(error).__name__}: {error}")
+            done = False
         self._answers.append(CacheFlushed(ticket=message.ticket, done=done))

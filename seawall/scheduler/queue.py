@@ -67,6 +67,10 @@ class WaitQueue:
         assert at < len(self._items) and self._items[at][1] is request
         del self._items[at]
 
+    def clear(self) -> None:
+        """Take all out."""
+        self._items.clear()
+
     def rank(self, request: Request) -> tuple[int, int]:
         """Order among waiting and running requests: the least is served first."""
         first = -request.priority if self._policy == "priority" else 0

@@ -8,7 +8,6 @@ running request to another) is put off until it has come back, so nothing comput
 
 import bisect
 import contextlib
-import heapq
 import logging
 from dataclasses import dataclass, replace
 
@@ -35,6 +34,7 @@ from seawall.scheduler.outbox import Outbox
 from seawall.scheduler.pressure import choose_victim
 from seawall.scheduler.queue import WaitQueue
 from seawall.scheduler.recall import CompanionRecall, NoRecall, Recall
+from seawall.scheduler.seats import Seats
 from seawall.scheduler.stop import stop_reason
 from seawall.scheduler.underway import PrefixesUnderWay
 
@@ -90,7 +90,7 @@ class Scheduler:
         self._leases = leases
         self._queue = WaitQueue(policy=limits.policy, max_queued=limits.max_queued, ledger=host)
         self._running: list[Request] = []
-        self._seats = _Seats(limits.max_running)
+        self._seats = Seats(limits.max_running)
         self._requests: dict[str, dict[int, Request]] = {}
         self._groups = SampleGroups()
         self._recall: Recall = (
@@ -161,6 +161,26 @@ class Scheduler:
             reason = FinishReason(type="abort", message=message, status_code=500)
             self._finish(request, reason, keep=False)
             self._groups.drop_locks()
+
+    def drop(self, message: str) -> None:
+        """End everything when it can't be ended in order: after a fault in the state itself.
+
+        All leases are given up as they are, and the cache is emptied.
+        """
+        reason = FinishReason(type="abort", message=message, status_code=500)
+        left = [r for samples in self._requests.values() for r in samples.values()]
+        for request in [r for r in left if r.status is not Status.FINISHED]:
+            request.status = Status.FINISHED
+            self._recall.forget(request)
+            self._queue.leave(request)
+            self.outbox.send(request, finish=reason)
+        self._requests.clear()
+        self._running.clear()
+        self._queue.clear()
+        self._seats.clear()
+        self._groups = SampleGroups()
+        self._under_way = PrefixesUnderWay(self._limits.page_size)
+        self._leases.abandon()
 
     def hold(self) -> None:
         """Let requests that arrive from here on wait; earlier ones run to their end."""
@@ -356,6 +376,7 @@ class Scheduler:
         if not lease.reserve(end):
             lease.release(request.tokens, 0, insert=False)
             return 0
+        lease.confirm()
         admission.admit(request, num_shared)
         self._queue.remove(request)
         self._seats.take(request, lease)
@@ -397,7 +418,7 @@ class Scheduler:
     def _match_length(self, request: Request) -> int:
         tokens = request.tokens[: request.num_tokens]
         key = PrefixKey(tokens=tokens, extra_key=self._cache_key(request))
-        return self._leases.cache.match(key).num_tokens
+        return self._leases.cache.measure(key)
 
     # -- results -----------------------------------------------------------------------------
 
@@ -448,6 +469,9 @@ class Scheduler:
         prompt_scores = result.prompt_scores.get(row)
         if token is None and prompt_scores is None and reason is None:
             return
+        if reason is not None:
+            self._estimator.record(request)
+            self._end(request)
         self.outbox.send(
             request,
             output_ids=() if token is None else (token,),
@@ -455,9 +479,6 @@ class Scheduler:
             output_scores=result.output_scores.get(row),
             finish=reason,
         )
-        if reason is not None:
-            self._estimator.record(request)
-            self._end(request)
 
     def _commit(self, request: Request) -> None:
         """Give the computed whole pages of a prompt to the cache, for others to share."""
@@ -474,8 +495,8 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, *, keep: bool = True) -> None:
         if request.status is Status.FINISHED:
             return
-        self.outbox.send(request, finish=reason)
         self._end(request, keep=keep)
+        self.outbox.send(request, finish=reason)
 
     def _end(self, request: Request, *, keep: bool = True) -> None:
         if request.status is Status.RUNNING:
@@ -513,39 +534,6 @@ class Scheduler:
         assert self._running[at] is request
         del self._running[at]
         request.outstanding = 0
-
-
-class _Seats:
-    """Who sits where with which pages; an epoch tells an admission from earlier ones."""
-
-    def __init__(self, count: int) -> None:
-        self.free = list(range(count))
-        self._holders: list[tuple[Request, Lease] | None] = [None] * count
-        self._num_taken = 0
-
-    def take(self, request: Request, lease: Lease) -> None:
-        """Give the request the lowest free seat."""
-        self._num_taken += 1
-        request.seat, request.epoch = heapq.heappop(self.free), self._num_taken
-        self._holders[request.seat] = (request, lease)
-
-    def give(self, request: Request) -> Lease:
-        """Free the request's seat; returns the lease that went with it."""
-        lease = self.lease(request)
-        self._holders[request.seat] = None
-        heapq.heappush(self.free, request.seat)
-        return lease
-
-    def lease(self, request: Request) -> Lease:
-        """The pages of a seated request."""
-        holder = self._holders[request.seat]
-        assert holder is not None and holder[0] is request
-        return holder[1]
-
-    def holder(self, seat: int, epoch: int) -> Request | None:
-        """The request that has sat there since `epoch`, if it still does."""
-        holder = self._holders[seat]
-        return holder[0] if holder is not None and holder[0].epoch == epoch else None
 
 
 def _window_demand(limits: SchedulerLimits, leases: LeaseBook) -> WindowDemand:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from seawall import Engine, EngineError
+from seawall.cache.lease import Lease
 from seawall.core.step import StepPlan
 from tests.engine.harness import Probe, Result, assert_same_result, open_engine, prompt, run
 
@@ -307,3 +308,57 @@ def test_a_planning_fault_ends_what_there_was(
     assert_clean(engine)
     again = run(engine, [AFTER])
     assert_same_result(again[0][0], expected[-1][0], AFTER, 0)
+
+
+def broken_release(*_: Any, **__: Any) -> None:
+    raise RuntimeError("injected behind it")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("place", ["audit", "plan", "launch", "abort"])
+def test_requests_that_can_not_be_ended_in_order_are_dropped(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, place: str, debug: bool
+) -> None:
+    """The fault is followed by another one while its requests are ended."""
+    with open_engine(
+        tiny, max_running_requests=3, chunked_prefill_size=8, page_size=2, debug_memory=debug
+    ) as engine:
+        right = run(engine, [AFTER])
+        core = engine._assembly.core
+        with monkeypatch.context() as patch:
+            owner: Any = {
+                "audit": core.leases,
+                "plan": core.scheduler,
+                "launch": core._runner,
+                "abort": core.scheduler,
+            }[place]
+            patch.setattr(Lease, "release", broken_release)
+            working = getattr(owner, place)
+
+            def broken(*args: Any, **named: Any) -> Any:
+                if core.scheduler.counts.running:
+                    raise RuntimeError("injected")
+                return working(*args, **named)
+
+            patch.setattr(owner, place, broken)
+            if place == "abort":
+                stream = engine.generate(
+                    input_ids=[3, 4, 5],
+                    sampling_params={"max_new_tokens": 60, "ignore_eos": True},
+                    stream=True,
+                    rid="x",
+                )
+                next(stream)
+                engine.abort_request("x")
+                *_, last = stream
+                found = [[last]]
+            else:
+                found = run(engine, PROBES)
+        for samples in found:
+            for sample in samples:
+                assert sample["meta_info"]["finish_reason"]["type"] == "abort"
+        assert_clean(engine)
+        assert engine.flush_cache()
+        again = run(engine, [AFTER])
+        assert_same_result(again[0][0], right[0][0], AFTER, 0)
+        assert_clean(engine)

@@ -221,6 +221,29 @@ def test_windows_change_nothing_but_the_pages(windowed: Path, changes: dict[str,
         assert engine.memory_report()["window_pages"]["free"] == most
 
 
+@pytest.mark.parametrize(("policy", "found"), [("lru", 0), ("lfu", 32), ("priority", 32)])
+def test_windows_go_in_the_order_of_the_policy(windowed: Path, policy: str, found: int) -> None:
+    """A prompt used often and stored with a priority, and many others after it."""
+    wanted = {"input_ids": list(prompt(33, 3)), "sampling_params": {"max_new_tokens": 1}}
+    with open_engine(
+        windowed,
+        page_size=4,
+        max_total_tokens=256,
+        max_running_requests=2,
+        context_length=64,
+        chunked_prefill_size=8,
+        radix_eviction_policy=policy,
+    ) as engine:
+        for _ in range(4):
+            engine.generate(**wanted, priority=10)
+        rng = random.Random(1)
+        for _ in range(25):
+            other = [rng.randrange(3, 97) for _ in range(20)]
+            engine.generate(input_ids=other, sampling_params={"max_new_tokens": 1}, priority=0)
+        result = engine.generate(**wanted, priority=10)
+        assert result["meta_info"]["cached_tokens"] == found
+
+
 # -- faults of the accounting ----------------------------------------------------------------
 
 PROBES = [

@@ -15,10 +15,11 @@ import numpy as np
 from seawall.cache.chunk import ChunkCache
 from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import Lease, LeaseBook, PrefixHold
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.pages import FREE, QUARANTINE, PageLedger
 from seawall.cache.radix import RadixCache
 from seawall.cache.swa import SwaCache
-from seawall.cache.windows import NoWindows, WindowPages
+from seawall.cache.windows import WindowPages
 
 
 def contents_of(tokens: np.ndarray, extra_key: str | None) -> np.ndarray:
@@ -76,6 +77,7 @@ class CacheMachine:
                 num_full_pages=num_pages,
                 page_size=page_size,
                 window=window,
+                order=EVICTION_ORDERS[policy],
             )
             cache = SwaCache(self.tree, self.windows)
         self.cache = cache
@@ -114,6 +116,8 @@ class CacheMachine:
         assert lease.num_tokens == lease.writable_from == expected
         assert lease.num_own == 0
         assert lease.reads_from(max(expected - 1, 0))
+        if self.num_opened % 4:
+            lease.confirm()
         self.running.append(Running(lease, tokens, extra_key))
 
     def reserve_and_write(self, which: int, num_new: int) -> None:

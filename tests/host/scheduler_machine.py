@@ -15,10 +15,11 @@ import numpy as np
 from seawall.cache.chunk import ChunkCache
 from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import LeaseBook
+from seawall.cache.no_windows import NoWindows
 from seawall.cache.pages import PageLedger
 from seawall.cache.radix import RadixCache
 from seawall.cache.swa import SwaCache
-from seawall.cache.windows import NoWindows, WindowPages
+from seawall.cache.windows import WindowPages
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.request import Request
 from seawall.core.seeds import mix_seed
@@ -385,6 +386,7 @@ class SchedulerMachine:
                 num_full_pages=setup.num_pages,
                 page_size=setup.page_size,
                 window=setup.window,
+                order=order,
             )
             tree = SwaCache(tree, self.windows)
         cache = tree if setup.radix else ChunkCache(tree)
@@ -514,6 +516,8 @@ class SchedulerMachine:
         assert self.leases.audit() == []
         running = self.scheduler._running
         assert self.leases.num_open == len(running)
+        # A request counts as a use of the cache when it is seated, however long it waited.
+        assert self.leases.cache.stats().num_lookups == self.scheduler._seats._num_taken
         ranks = [self.scheduler._queue.rank(request) for request in running]
         assert ranks == sorted(ranks)
         if self.setup.conservativeness >= 1:

@@ -223,6 +223,31 @@ def test_pages_of_a_running_request_are_never_evicted() -> None:
     assert other.reserve(2)
 
 
+def test_only_a_lease_that_runs_counts_as_a_use_of_the_cache() -> None:
+    book = radix_book(32, 2)
+    tokens = tokens_of(*range(8))
+    lease = book.open("a", tokens, None, max_match_tokens=8)
+    assert lease.reserve(8)
+    lease.confirm()
+    lease.release(tokens, 8, insert=True)
+    before = book.cache.stats()
+    assert (before.num_lookups, before.lookup_tokens, before.hit_tokens) == (1, 8, 0)
+    for _ in range(5):
+        waiting = book.open("b", tokens, None, max_match_tokens=7)
+        assert waiting.num_cached_tokens == 6
+        waiting.release(tokens, 0, insert=False)
+    after = book.cache.stats()
+    assert (after.num_lookups, after.lookup_tokens, after.hit_tokens) == (1, 8, 0)
+    runs = book.open("b", tokens, None, max_match_tokens=7)
+    runs.confirm()
+    runs.confirm()  # counts once
+    after = book.cache.stats()
+    assert (after.num_lookups, after.lookup_tokens, after.hit_tokens) == (2, 8 + 7, 6)
+    runs.release(tokens, 0, insert=False)
+    with pytest.raises(PageError, match="released before"):
+        runs.confirm()
+
+
 def test_truncate_gives_back_own_pages_only() -> None:
     book = radix_book(8, 2)
     tokens = np.arange(12, dtype=np.int32)

@@ -464,16 +464,17 @@ def test_window_pages_take_no_more_host_memory_than_declared() -> None:
     lease = book.open("a", tokens, None, max_match_tokens=0)
     assert lease.reserve(num_pages)
     lease.release(tokens, num_pages, insert=True)
-    runs, most = windows._runs, 0
+    queue, most = windows._queue, 0
     for page in list(range(num_pages)) * 3:
-        windows.lock(np.array([page], np.int32))
-        windows.unlock(np.array([page], np.int32))
-        most = max(most, len(runs._queue))
+        windows.use(np.array([page], np.int32))
+        most = max(most, len(queue))
     assert num_pages < most <= 2 * num_pages
-    time, pages = runs._queue[-1]
-    a_run = sum(map(sys.getsizeof, ((time, pages), time, pages))) + 8  # its place in the queue
+    entry = key, _, _ = queue._heap[-1]
+    a_run = sum(map(sys.getsizeof, (entry, *entry, *key))) + 8  # its place in the queue
     ledger = windows.ledger
-    arrays = (windows._window_of, windows._full_of, windows._locks, runs._used)
+    arrays = (windows._window_of, windows._full_of, windows._locks, queue._is_queued)
+    standings = queue._all
+    arrays += (standings.last_used, standings.num_hits, standings.priority)
     arrays += (ledger._owner, ledger._free, ledger._scratch)
     took = sum(array.nbytes for array in arrays) + most * a_run
     one_class = footprint.page_ledger_bytes(num_pages)

@@ -52,6 +52,12 @@ class Forest:
                 return done
             node = child
 
+    def use(self, tokens: list[int] | range | np.ndarray) -> int:
+        """Look up and go on from what is found; returns its length."""
+        match = self.tree.match(key_of(tokens))
+        self.tree.use(match)
+        return match.num_tokens
+
     def visits(self) -> int:
         return self.tree.stats().node_visits
 
@@ -136,10 +142,10 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     forest = Forest(16, 1)
     for first in (10, 20, 30):
         forest.insert([first, 1, 2])
-    forest.tree.match(key_of([10, 1, 2]))
+    forest.use([10, 1, 2])
     assert forest.tree.evict(3) == 3
     assert [forest.cached([first, 1, 2]) for first in (10, 20, 30)] == [3, 0, 3]
-    forest.tree.match(key_of([30]))  # splits: the head is now newer than its tail
+    forest.use([30])  # splits: the head is now newer than its tail
     assert forest.tree.evict(2) == 2
     assert [forest.cached([first, 1, 2]) for first in (10, 30)] == [3, 1]
     assert forest.tree.evict(3) == 3
@@ -153,7 +159,7 @@ def test_the_order_of_eviction_is_that_of_a_sorted_list() -> None:
     for time in range(2000):
         token = int(rng.integers(100))
         if token in last_used:
-            assert forest.tree.match(key_of([token])).num_tokens == 1
+            assert forest.use([token]) == 1
         else:
             forest.insert([token])
         last_used[token] = time
@@ -218,7 +224,7 @@ def test_a_lock_protects_the_path_and_nothing_else() -> None:
     forest.tree.lock(match.node)
     assert (forest.tree.num_evictable, forest.tree.num_protected) == (3, 3)
     # A later split leaves the lock on both halves.
-    forest.tree.match(key_of([1]))
+    forest.use([1])
     assert (forest.tree.num_evictable, forest.tree.num_protected) == (3, 3)
     assert not forest.tree.reset()
     assert forest.cached([1, 2, 3, 4]) == 3
@@ -261,12 +267,33 @@ def test_a_tree_of_great_depth() -> None:
 def test_stats_count_lookups() -> None:
     forest = Forest(16, 2)
     forest.insert([1, 2, 3, 4])
-    forest.tree.match(key_of([1, 2, 3, 4, 5]))
-    forest.tree.match(key_of([7, 7]))
+    forest.use([1, 2, 3, 4, 5])
+    forest.use([7, 7])
     stats = forest.tree.stats()
     assert (stats.num_lookups, stats.lookup_tokens, stats.hit_tokens) == (2, 7, 4)
     forest.tree.evict(1)
     assert forest.tree.stats().evicted_pages == 1
+
+
+def test_a_match_that_nobody_uses_leaves_the_order_alone() -> None:
+    for order in EVICTION_ORDERS.values():
+        forest = Forest(16, 1, order)
+        forest.insert([1, 2])
+        forest.insert([3, 4])
+        for _ in range(5):
+            assert forest.tree.match(key_of([1, 2])).num_tokens == 2
+        assert forest.tree.evict(2) == 2
+        assert [forest.cached([1, 2]), forest.cached([3, 4])] == [0, 2]
+
+
+def test_measuring_splits_nothing() -> None:
+    forest = Forest(16, 2)
+    forest.insert(range(10))
+    assert forest.tree.measure(key_of([0, 1, 2, 3, 4, 9])) == 4
+    assert forest.tree.measure(key_of([9])) == forest.tree.measure(key_of([9, 9])) == 0
+    assert forest.tree.stats().num_nodes == 1
+    assert forest.tree.match(key_of([0, 1, 2, 3, 4, 9])).num_tokens == 4
+    assert forest.tree.stats().num_nodes == 2
 
 
 def test_work_follows_the_match_and_not_the_tree() -> None:
@@ -278,7 +305,7 @@ def test_work_follows_the_match_and_not_the_tree() -> None:
         for stranger in range(num_strangers):
             forest.insert([1000 + stranger, 1, 2])
         for end in range(1, len(path)):
-            forest.tree.match(key_of(path[:end]))  # one node a token
+            forest.use(path[:end])  # one node a token
         counts = [forest.visits()]
         match = forest.tree.match(key_of(path))
         counts.append(forest.visits())
@@ -306,7 +333,7 @@ def test_eviction_work_is_paid_for_by_what_was_used_before() -> None:
         forest.insert([token])
     for _ in range(3):
         for token in range(1000):
-            forest.tree.match(key_of([token]))
+            forest.use([token])
     start = forest.visits()
     assert forest.tree.evict(3000) == 3000
     # One entry a leaf, and one more for each that was used since it was queued, however often.
@@ -334,7 +361,7 @@ def test_orders_of_eviction() -> None:
         forest.insert([2])
         forest.insert([3], priority=1)
         for token in (2, 2, 2, 1, 1, 3):
-            forest.tree.match(key_of([token]))
+            forest.use([token])
         gone = []
         while forest.tree.evict(1):
             gone += [t for t in (1, 2, 3) if t not in gone and not forest.cached([t])]
@@ -349,7 +376,7 @@ def test_the_order_is_that_of_a_sorted_list_under_every_policy(policy: str) -> N
     for time in range(1500):
         token = int(rng.integers(60))
         if token in used:
-            forest.tree.match(key_of([token]))
+            forest.use([token])
             used[token][1] += 1
             used[token][2] = time
         else:
@@ -394,7 +421,7 @@ def test_doubling_the_tree_changes_the_cost_by_less_than_a_tenth(policy: str) ->
             forest.insert([1, 10 + prompt, 2, 3])
         start, compared = forest.visits(), CountingKey.comparisons
         for prompt in rng.permutation(num_prompts)[:400].tolist():
-            forest.tree.match(key_of([1, 10 + prompt, 2, 3]))
+            forest.use([1, 10 + prompt, 2, 3])
         matched = forest.visits() - start
         for _ in range(400):
             assert forest.tree.evict(1) == 1

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from seawall.cache.eviction import EVICTION_ORDERS
 from seawall.cache.lease import LeaseBook
 from seawall.cache.pages import PageIds, PageLedger
+from seawall.cache.prefix import PrefixKey
 from seawall.cache.radix import RadixCache
 from seawall.cache.swa import SwaCache
 from seawall.cache.windows import WindowPages
@@ -20,35 +22,49 @@ def ids(*pages: int) -> PageIds:
 class Sea:
     """A book of leases over two classes: pages of 2 tokens, a window of 5."""
 
-    def __init__(self, *, debug: bool = True, num_pages: int = 32, num_windows: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        debug: bool = True,
+        num_pages: int = 32,
+        num_windows: int = 16,
+        policy: str = "lru",
+    ) -> None:
+        order = EVICTION_ORDERS[policy]
         self.full = PageLedger(num_pages, debug=debug)
         self.windows = WindowPages(
             PageLedger(num_windows, debug=debug),
             num_full_pages=num_pages,
             page_size=2,
             window=5,
+            order=order,
         )
-        self.cache = SwaCache(RadixCache(self.full, 2), self.windows)
+        self.cache = SwaCache(RadixCache(self.full, 2, order), self.windows)
         self.book = LeaseBook(self.full, self.cache, 2, windows=self.windows)
 
-    def store(self, tokens: np.ndarray, *, slide: bool = True) -> PageIds:
+    def store(self, tokens: np.ndarray, *, slide: bool = True, priority: int = 0) -> PageIds:
         """Compute and store these tokens; returns the full pages."""
         lease = self.book.open("w", tokens, None, max_match_tokens=0)
         assert lease.reserve(len(tokens))
         if slide:
             lease.slide(len(tokens))
-        lease.commit(tokens, len(tokens))
+        lease.commit(tokens, len(tokens), priority=priority)
         pages = lease.page_ids.copy()
-        lease.release(tokens, len(tokens), insert=True)
+        lease.release(tokens, len(tokens), insert=True, priority=priority)
         return pages
 
     def found(self, tokens: np.ndarray) -> int:
         lease = self.book.open("f", tokens, None, max_match_tokens=len(tokens))
+        lease.confirm()
         lease.release(tokens, 0, insert=False)
         return lease.num_cached_tokens
 
 
 TOKENS = np.arange(20, dtype=np.int32)
+
+
+def key_of(tokens: np.ndarray) -> PrefixKey:
+    return PrefixKey(tokens=tokens)
 
 
 def test_window_pages_go_back_as_the_window_moves() -> None:
@@ -124,6 +140,59 @@ def test_window_pages_are_evicted_least_recently_used_first_and_never_locked() -
     lease.release(second, 20, insert=True)
     assert sea.found(second) == 20
     assert sea.book.check()
+
+
+@pytest.mark.parametrize(("policy", "survives"), [("lru", 0), ("lfu", 20), ("priority", 20)])
+def test_window_pages_go_in_the_order_of_the_tree(policy: str, survives: int) -> None:
+    sea = Sea(num_pages=400, num_windows=24, policy=policy)
+    sea.store(TOKENS, priority=10)
+    for _ in range(3):
+        assert sea.found(TOKENS) == 20
+    for other in range(1, 12):
+        sea.store(TOKENS + 50 * other)
+    assert sea.full.counts().cached == 12 * 10  # none of them was short of full pages
+    assert sea.cache.measure(key_of(TOKENS)) == survives
+    assert sea.book.check()
+
+
+def test_a_priority_raised_later_counts_for_windows_too() -> None:
+    sea = Sea(policy="priority")
+    sea.store(TOKENS, priority=1)
+    sea.store(TOKENS + 50, priority=2)
+    sea.store(TOKENS, priority=3)
+    held = sea.windows.ledger.counts().cached // 2
+    assert sea.windows.evict(held) == held
+    assert [sea.found(TOKENS), sea.found(TOKENS + 50)] == [20, 0]
+
+
+def test_a_lease_that_never_ran_renews_no_window() -> None:
+    sea = Sea()
+    sea.store(TOKENS)
+    sea.store(TOKENS + 50)
+    for _ in range(5):
+        waiting = sea.book.open("w", TOKENS, None, max_match_tokens=20)
+        assert waiting.num_cached_tokens == 20
+        waiting.release(TOKENS, 0, insert=False)
+    held = sea.windows.ledger.counts().cached // 2
+    assert sea.windows.evict(held) == held
+    assert [sea.found(TOKENS), sea.found(TOKENS + 50)] == [0, 20]
+
+
+def test_the_queue_of_windows_is_bounded_whatever_is_locked_and_used() -> None:
+    sea = Sea(policy="lfu")
+    rng = np.random.default_rng(2)
+    sea.store(TOKENS)
+    sea.store(TOKENS + 50)
+    for _ in range(300):
+        tokens = TOKENS + 50 * int(rng.integers(2))
+        lease = sea.book.open("a", tokens, None, max_match_tokens=20)
+        if rng.random() < 0.5:
+            lease.confirm()
+        lease.release(tokens, 0, insert=False)
+        queued = [page for _, _, pages in sea.windows._queue._heap for page in pages.tolist()]
+        assert sea.windows._queue._num_queued == len(queued) <= 2 * 16
+    cached = sea.windows.ledger.counts().cached
+    assert sea.windows.evict(99) == cached
 
 
 def test_full_pages_take_their_window_pages_with_them() -> None:
