@@ -8,16 +8,17 @@ running request to another) is put off until it has come back, so nothing comput
 
 import bisect
 import contextlib
-import heapq
 import logging
 from dataclasses import dataclass, replace
 
 from seawall.cache.lease import Lease, LeaseBook
 from seawall.cache.prefix import PrefixKey
+from seawall.core.errors import RequestError
+from seawall.core.grammar import Grammars, NoGrammars
 from seawall.core.params import LogprobSpec
 from seawall.core.request import Request, Status
 from seawall.core.seeds import mix_seed
-from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, StepPlan, StepResult, TokenMasks
 from seawall.core.units import ceil_div
 from seawall.core.wire import FinishReason, FinishRequest, GenerateRequest, OutputDelta
 from seawall.memory.ledger import Ledger
@@ -30,11 +31,13 @@ from seawall.scheduler.admission import (
     WindowDemand,
 )
 from seawall.scheduler.batching import StepBuilder, share_budget
+from seawall.scheduler.constrained import ConstrainedRequests, broken, refused
 from seawall.scheduler.groups import SampleGroups
 from seawall.scheduler.outbox import Outbox
 from seawall.scheduler.pressure import choose_victim
 from seawall.scheduler.queue import WaitQueue
 from seawall.scheduler.recall import CompanionRecall, NoRecall, Recall
+from seawall.scheduler.seats import Seats
 from seawall.scheduler.stop import stop_reason
 from seawall.scheduler.underway import PrefixesUnderWay
 
@@ -85,18 +88,27 @@ class NeedsDrainError(Exception):
 class Scheduler:
     """See the module's docstring. Not thread-safe: the core thread is its only caller."""
 
-    def __init__(self, limits: SchedulerLimits, leases: LeaseBook, host: Ledger) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        leases: LeaseBook,
+        host: Ledger,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._limits = limits
         self._leases = leases
         self._queue = WaitQueue(policy=limits.policy, max_queued=limits.max_queued, ledger=host)
         self._running: list[Request] = []
-        self._seats = _Seats(limits.max_running)
+        self._seats = Seats(limits.max_running)
         self._requests: dict[str, dict[int, Request]] = {}
         self._groups = SampleGroups()
         self._recall: Recall = (
             CompanionRecall(leases.companions) if limits.keeps_prefixes else NoRecall()
         )
         self._under_way = PrefixesUnderWay(limits.page_size)
+        self.constrained = ConstrainedRequests(
+            grammars or NoGrammars(), limits.max_running, limits.eos_token_ids
+        )
         self._estimator = LengthEstimator(limits.conservativeness)
         self.outbox = Outbox()
         self._totals = _Totals()
@@ -116,6 +128,7 @@ class Scheduler:
         group = message.rid if num_samples > 1 and has_whole_page else None
         if group is not None:
             self._groups.open(group, num_samples)
+        self.constrained.expect(message.sampling)
         samples: dict[int, Request] = {}
         for index in range(num_samples):
             request = Request(
@@ -208,9 +221,10 @@ class Scheduler:
 
     def _fill(self, builder: StepBuilder, in_flight: bool) -> None:
         num_retractions = self._totals.retractions
+        self._end_broken(self.constrained.call_in())
         if self._leases.has_windows:
             for request in self._running:
-                self._seats.lease(request).slide(request.applied)
+                self._seats.lease(request).slide(min(request.applied, request.num_tokens - 1))
         if self._limits.mixed:
             self._add_decodes(builder, in_flight)
         left = self._add_chunks(builder, in_flight)
@@ -285,7 +299,7 @@ class Scheduler:
         for request in self._queue.ordered(self._match_length):
             if budget <= 0 or not self._seats.free or num_held == _MAX_HELD:
                 return
-            if not self._groups.is_ready(request):
+            if not self._groups.is_ready(request) or not self._has_grammar(request):
                 continue
             lease = self._open_lease(request)
             if self._waits_for_prefix(request, lease):
@@ -304,6 +318,14 @@ class Scheduler:
             if used == 0:
                 return
             budget -= used
+
+    def _has_grammar(self, request: Request) -> bool:
+        """Whether a waiting request's grammar is ready, if it has one; ends it if it can't be."""
+        try:
+            return self.constrained.is_ready(request)
+        except RequestError as error:
+            self._finish(request, refused(error))
+            return False
 
     def _open_lease(self, request: Request) -> Lease:
         """Share the longest cached prefix from which the request can go on.
@@ -359,6 +381,7 @@ class Scheduler:
         admission.admit(request, num_shared)
         self._queue.remove(request)
         self._seats.take(request, lease)
+        self.constrained.sit(request)
         bisect.insort(self._running, request, key=self._queue.rank)
         request.status = Status.RUNNING
         request.computed = request.applied = first
@@ -407,6 +430,18 @@ class Scheduler:
         rows = [(i, r) for i, r in self._live_rows(plan) if samples[i]]
         return adjust_rows(rows, self._limits.eos_token_ids)
 
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """Which tokens may come next in rows with a grammar, every earlier token counted."""
+        masks, failed = self.constrained.masks(plan)
+        self._end_broken(failed)
+        return masks
+
+    def _end_broken(self, requests: list[Request]) -> None:
+        """End requests whose grammar can't go on."""
+        for request in requests:
+            assert request.constraint is not None
+            self._finish(request, broken(request, request.constraint))
+
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's results; rows of requests that ended meanwhile die here."""
         ends, samples = (plan.starts + plan.lengths).tolist(), plan.samples.tolist()
@@ -443,6 +478,8 @@ class Scheduler:
             request.tokens[request.num_tokens] = token
             request.num_tokens += 1
             reason = stop_reason(request, token, self._limits.eos_token_ids)
+            if request.constraint is not None and (reason is None or reason.type == "length"):
+                reason = self.constrained.accept(request, request.constraint, token) or reason
         elif request.max_new_tokens == 0 and request.applied == request.num_tokens:
             reason = FinishReason(type="length", length=0)
         prompt_scores = result.prompt_scores.get(row)
@@ -485,6 +522,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         request.status = Status.FINISHED
+        self.constrained.end(request)
         self._recall.forget(request)
         self._queue.leave(request)
         self._groups.gone(request)
@@ -506,6 +544,7 @@ class Scheduler:
 
     def _unseat(self, request: Request, *, keep: bool) -> None:
         self._under_way.leave(request)
+        self.constrained.rise(request)
         lease = self._seats.give(request)
         num_valid = min(request.applied, request.num_tokens) if keep else 0
         lease.release(request.tokens, num_valid, insert=keep, priority=request.priority)
@@ -513,39 +552,6 @@ class Scheduler:
         assert self._running[at] is request
         del self._running[at]
         request.outstanding = 0
-
-
-class _Seats:
-    """Who sits where with which pages; an epoch tells an admission from earlier ones."""
-
-    def __init__(self, count: int) -> None:
-        self.free = list(range(count))
-        self._holders: list[tuple[Request, Lease] | None] = [None] * count
-        self._num_taken = 0
-
-    def take(self, request: Request, lease: Lease) -> None:
-        """Give the request the lowest free seat."""
-        self._num_taken += 1
-        request.seat, request.epoch = heapq.heappop(self.free), self._num_taken
-        self._holders[request.seat] = (request, lease)
-
-    def give(self, request: Request) -> Lease:
-        """Free the request's seat; returns the lease that went with it."""
-        lease = self.lease(request)
-        self._holders[request.seat] = None
-        heapq.heappush(self.free, request.seat)
-        return lease
-
-    def lease(self, request: Request) -> Lease:
-        """The pages of a seated request."""
-        holder = self._holders[request.seat]
-        assert holder is not None and holder[0] is request
-        return holder[1]
-
-    def holder(self, seat: int, epoch: int) -> Request | None:
-        """The request that has sat there since `epoch`, if it still does."""
-        holder = self._holders[seat]
-        return holder[0] if holder is not None and holder[0].epoch == epoch else None
 
 
 def _window_demand(limits: SchedulerLimits, leases: LeaseBook) -> WindowDemand:
