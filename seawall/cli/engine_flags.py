@@ -8,6 +8,7 @@ in one place. Ranges and choices are checked where Python's are: by the table.
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 from seawall.cli.command import UsageError
@@ -39,6 +40,11 @@ _SAMPLING_HELP = {
     "no_stop_trim": "leave what stopped the output in the text",
     "logit_bias": "added to the logit of a token id; may be given several times",
     "sampling_seed": "makes the draws repeatable",
+    "json_schema": "write JSON that a schema accepts; @FILE reads it from a file",
+    "regex": "write a match of a regular expression",
+    "ebnf": "write what rules in Lark or EBNF notation allow; @FILE reads them from a file",
+    "choice": "write one of some texts; given once for each",
+    "structural_tag": "write free text with tags that JSON describes; @FILE reads it from a file",
 }
 
 
@@ -68,7 +74,15 @@ _LISTS: Mapping[str, Callable[[str], Any]] = {
     "stop": str,
     "stop_token_ids": int,
     "logit_bias": bias,
+    "choice": str,
 }
+_LIST_METAVARS = {
+    "stop": "TEXT",
+    "stop_token_ids": "ID",
+    "logit_bias": "ID=X",
+    "choice": "TEXT",
+}
+_FROM_FILES = ("json_schema", "ebnf", "structural_tag")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -164,19 +178,26 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
                 action="append",
                 type=_LISTS[parameter.name],
                 default=argparse.SUPPRESS,
-                metavar={"stop": "TEXT", "stop_token_ids": "ID"}.get(parameter.name, "ID=X"),
+                metavar=_LIST_METAVARS[parameter.name],
                 help=text,
             )
         else:
-            is_float = parameter.type is float
+            kind = _kind(parameter.type)
             group.add_argument(
                 flag,
                 dest=dest,
-                type=float if is_float else int,
+                type=_KINDS[kind],
                 default=argparse.SUPPRESS,
-                metavar="X" if is_float else "N",
+                metavar=_METAVARS[kind],
                 help=text,
             )
+
+
+def _kind(annotation: object) -> str:
+    """The kind of a parameter of one value."""
+    if annotation is float:
+        return "float"
+    return "str" if annotation == str | None else "int"
 
 
 def sampling_params(arguments: argparse.Namespace) -> dict[str, object]:
@@ -189,11 +210,22 @@ def sampling_params(arguments: argparse.Namespace) -> dict[str, object]:
     pairs = given.get("logit_bias")
     if isinstance(pairs, list):
         given["logit_bias"] = dict(pairs)
+    for name in _FROM_FILES:
+        text = given.get(name)
+        if isinstance(text, str) and text.startswith("@"):
+            given[name] = _content(name, Path(text[1:]))
     try:
         SamplingParams.parse(given)
     except RequestError as error:
         raise UsageError(str(error)) from None
     return given
+
+
+def _content(name: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, object]:

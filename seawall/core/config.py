@@ -163,9 +163,9 @@ ARGS: tuple[Arg, ...] = (
         name="grammar_backend",
         kind="str",
         default=None,
-        help="structured output",
-        choices=("none",),
-        planned=("llguidance", "xgrammar", "outlines"),
+        help="structured output; llguidance where it is installed",
+        choices=("llguidance", "none"),
+        planned=("xgrammar", "outlines"),
     ),
     Arg(
         name="kv_cache_dtype",
@@ -383,6 +383,7 @@ class EngineConfig:
     random_seed: int | None
     log_level: str
     logprobs_mode: Literal["raw", "processed"]
+    grammar_backend: str | None
 
     @classmethod
     def from_args(cls, args: Mapping[str, object], device: str = "cpu") -> "EngineConfig":
@@ -423,6 +424,7 @@ class EngineConfig:
             random_seed=values["random_seed"],  # type: ignore[arg-type]
             log_level=str(values["log_level"]),
             logprobs_mode="raw" if values["logprobs_mode"] == "raw" else "processed",
+            grammar_backend=values["grammar_backend"],  # type: ignore[arg-type]
         )
 
 

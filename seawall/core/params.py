@@ -4,6 +4,7 @@ Names and defaults are SGLang's (`sampling_params`). Names that nobody knows are
 are known ones whose feature has not been built yet: nothing is silently ignored.
 """
 
+import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,14 @@ from typing import Literal
 import numpy as np
 
 from seawall.core.errors import RequestError
+from seawall.core.grammar import (
+    GrammarSpec,
+    choices,
+    pattern_text,
+    rules_text,
+    schema_text,
+    tags_text,
+)
 from seawall.core.step import I64
 
 LogprobsMode = Literal["raw", "processed"]
@@ -30,7 +39,8 @@ _LEAST_REPETITION_PENALTY = 1e-6
 _MAX_BIAS = 1e30
 _MAX_ID_DIGITS = 18
 _INT64 = np.iinfo(np.int64)
-_NOT_BUILT = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width")
+_NOT_BUILT = ("stop_regex", "beam_width")
+_GRAMMARS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")
 _NEUTRAL_ONLY = ("custom_params", "stream_interval")
 
 
@@ -48,6 +58,8 @@ class SamplingParams:
         logit_bias: (token id, value) pairs added to the logits.
         sampling_seed: draws depend on (seed, sample index, position) alone; None takes one from
             the engine's generator at arrival.
+        json_schema, regex, ebnf, choice, structural_tag: what the output must match, at most one
+            of them; the schema as text, tags as a JSON list.
     """
 
     max_new_tokens: int | None = None
@@ -68,6 +80,26 @@ class SamplingParams:
     no_stop_trim: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     sampling_seed: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: tuple[str, ...] = ()
+    structural_tag: str | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output must match; None for anything."""
+        if self.json_schema is not None:
+            return GrammarSpec(kind="json_schema", text=self.json_schema)
+        if self.regex is not None:
+            return GrammarSpec(kind="regex", text=self.regex)
+        if self.ebnf is not None:
+            return GrammarSpec(kind="ebnf", text=self.ebnf)
+        if self.structural_tag is not None:
+            return GrammarSpec(kind="structural_tag", text=self.structural_tag)
+        if self.choice:
+            return GrammarSpec(kind="choice", text=json.dumps(self.choice))
+        return None
 
     @property
     def is_greedy(self) -> bool:
@@ -169,7 +201,11 @@ def parse_logprobs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the running engine can hold; every request is checked against it at admission."""
+    """What the running engine can hold; every request is checked against it at admission.
+
+    Attributes:
+        no_grammars: why requests with a grammar are refused; None if they are served.
+    """
 
     vocab_size: int
     context_length: int
@@ -177,6 +213,7 @@ class RequestLimits:
     max_top_k: int
     max_token_ids: int
     eos_token_ids: tuple[int, ...] = field(default=())
+    no_grammars: str | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -266,6 +303,9 @@ def check_against_model(
             f"logprob_start_len: got {logprob.start_len}, the prompt has {num_prompt} tokens; "
             "give a position inside the prompt"
         )
+    grammar = params.grammar
+    if grammar is not None and limits.no_grammars is not None:
+        raise RequestError(f"{grammar.kind}: {limits.no_grammars}")
     if params.n > 1 and params.max_new_tokens == 0:
         raise RequestError(
             f"n: got {params.n} with max_new_tokens 0; scoring gives one result, use n=1"
@@ -298,6 +338,9 @@ def _checked(raw: Mapping[str, object]) -> dict[str, object]:
                 f"sampling_params: unknown name {brief(name)}; see docs for the list"
             )
     _check_ranges(values)
+    given = [name for name in _GRAMMARS if values.get(name)]
+    if len(given) > 1:
+        raise RequestError(f"{given[0]} and {given[1]}: both given; the output can match one")
     return values
 
 
@@ -432,6 +475,13 @@ def _bias_key(name: str, key: object) -> int:
     raise RequestError(f"{name}: got key {brief(key)}, a token id is needed")
 
 
+def _tags(name: str, value: object) -> str:
+    # Made by this function before, when a SamplingParams is parsed again.
+    if isinstance(value, str) and value.startswith("[["):
+        return value
+    return tags_text(name, value)
+
+
 _PARSERS = {
     "max_new_tokens": _integer,
     "min_new_tokens": _integer,
@@ -451,4 +501,9 @@ _PARSERS = {
     "no_stop_trim": _boolean,
     "logit_bias": _bias,
     "sampling_seed": _integer,
+    "json_schema": schema_text,
+    "regex": pattern_text,
+    "ebnf": rules_text,
+    "choice": choices,
+    "structural_tag": _tags,
 }

@@ -10,11 +10,15 @@
 """
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.step import I32
+
+if TYPE_CHECKING:
+    from seawall.core.grammar import Constraint
 
 
 class Status(Enum):
@@ -31,6 +35,7 @@ class Request:
     Attributes:
         scored: next position whose following prompt token is still to be scored.
         cached_tokens: positions that were not computed when it was first admitted.
+        constraint: its place in its grammar, once that is compiled; None without one.
         table_columns: page table entries of its seat that are up to date on the device.
     """
 
@@ -40,6 +45,7 @@ class Request:
         "cached_tokens",
         "committed",
         "computed",
+        "constraint",
         "epoch",
         "extra_key",
         "group",
@@ -103,6 +109,7 @@ class Request:
         self.num_retractions = 0
         self.cached_tokens = 0
         self.scored = first_scored_position(logprob, len(prompt))
+        self.constraint: Constraint | None = None
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ a row. `Row` is a view for tests and printing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,12 @@ class StepPlan:
         """Positions computed, over all rows."""
         return int(self.token_ids.shape[0])
 
+    def without_draws(self, rows: I64) -> "StepPlan":
+        """The plan with some rows drawing nothing."""
+        samples = self.samples.copy()
+        samples[rows] = False
+        return replace(self, samples=samples)
+
     def rows(self) -> Iterator[Row]:
         """Each row as an object; for tests and printing, not for the step path."""
         for i in range(self.num_rows):
@@ -133,6 +139,21 @@ class LogitAdjust:
     ids: I64
     repetition: F32
     add: F32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMasks:
+    """Which tokens may come next in rows with a grammar.
+
+    Attributes:
+        rows: int64 [n] index into the plan's rows, ascending.
+        words: int32 [n, ceil(V / 32)]; bit i of word w set = token 32 w + i may come.
+        late: int64 rows whose words are not there yet: they draw nothing in this step.
+    """
+
+    rows: I64
+    words: I32
+    late: I64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

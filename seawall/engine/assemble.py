@@ -32,13 +32,16 @@ from seawall.device.tracker import Tracker
 from seawall.engine.control import Control
 from seawall.engine.core import EngineCore
 from seawall.engine.devices import make_attention, make_runtime, max_gaps, step_transfers
+from seawall.engine.grammars import make_grammars
 from seawall.engine.planning import EnginePlan, extra_companion_bytes
 from seawall.engine.planning_cuda import graph_rows
 from seawall.engine.reporting import Reporter
 from seawall.engine.results import ResultAccount
 from seawall.engine.texts import TextAccount
 from seawall.engine.weights import Weights
-from seawall.memory.footprint_step import NUM_STEP_SETS
+from seawall.grammar.base import Vocabulary
+from seawall.grammar.store import GrammarStore
+from seawall.memory.footprint_step import NUM_STEP_SETS, mask_words
 from seawall.memory.ledger import Ledger
 from seawall.models.base import CausalLM
 from seawall.models.registry import load_model
@@ -70,6 +73,7 @@ class Assembly:
     results: ResultAccount
     texts: TextAccount
     control: Control
+    grammars: GrammarStore | None
     config: EngineConfig = field(repr=False)
 
     @property
@@ -100,7 +104,9 @@ class Assembly:
         }
 
     def close(self) -> None:
-        """Give the device memory back; the core must have stopped."""
+        """End helpers and give the device memory back; the core must have stopped."""
+        if self.grammars is not None:
+            self.grammars.shut_down()
         self.arena.close()
 
 
@@ -122,7 +128,7 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
     with torch.inference_mode(), counter:
         arena = Arena(ledger, runtime.device, counter)
         model = _model(config, plan, arena, seed)
-        seats = SeatTables(arena, plan.limits, windows=plan.spec.window is not None)
+        seats = _seat_tables(plan, arena)
         attention = make_attention(plan, runtime, arena, seats)
         weights = Weights(model, plan, config.model, attention, seed)
         runner = Runner(
@@ -152,8 +158,9 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
     counter.reset_peaks()
     leases = _leases(config, plan)
     host = Ledger(plan.host.lines)
+    grammars = _grammars(config, plan)
     core = EngineCore(
-        Scheduler(_scheduler_limits(config, plan), leases, host),
+        Scheduler(_scheduler_limits(config, plan), leases, host, grammars),
         runner,
         leases,
         overlap=not config.schedule.disable_overlap_schedule,
@@ -175,11 +182,13 @@ def assemble(config: EngineConfig, plan: EnginePlan) -> Assembly:
             warm=warm,
             core=core,
             runtime=runtime,
+            grammars=grammars,
         ),
         results=ResultAccount(host),
         texts=TextAccount(host),
         control=Control(core, arena, weights, meter, runner),
         config=config,
+        grammars=grammars,
     )
 
 
@@ -192,6 +201,26 @@ def _model(config: EngineConfig, plan: EnginePlan, arena: Arena, seed: int) -> C
         load_format=config.model.load_format,  # type: ignore[arg-type]  # checked by the table
         seed=seed,
     )
+
+
+def _seat_tables(plan: EnginePlan, arena: Arena) -> SeatTables:
+    return SeatTables(
+        arena,
+        plan.limits,
+        windows=plan.spec.window is not None,
+        mask_words=mask_words(plan.spec.vocab_size) if plan.memory.lines["masks"] else 0,
+    )
+
+
+def _grammars(config: EngineConfig, plan: EnginePlan) -> GrammarStore | None:
+    if plan.no_grammars is not None:
+        return None
+    vocabulary = Vocabulary(
+        tokenizer_file=plan.tokenizer_folder / "tokenizer.json",
+        vocab_size=plan.spec.vocab_size,
+        eos_token_ids=plan.eos_token_ids,
+    )
+    return make_grammars(vocabulary, config.grammar_backend, plan.host.lines["grammars"])
 
 
 def _step_buffers(config: EngineConfig, plan: EnginePlan, arena: Arena) -> tuple[StepBuffers, ...]:
@@ -221,6 +250,7 @@ def _warmup_shape(plan: EnginePlan) -> WarmupShape:
         num_window_pages=plan.memory.num_window_pages,
         vocab_size=plan.spec.vocab_size,
         max_top_k=plan.max_top_k,
+        has_masks=plan.memory.lines["masks"] > 0,
     )
 
 
@@ -284,4 +314,5 @@ def _request_limits(plan: EnginePlan) -> RequestLimits:
         max_top_k=plan.max_top_k,
         max_token_ids=min(MAX_TOKEN_IDS, plan.max_top_k),
         eos_token_ids=plan.eos_token_ids,
+        no_grammars=plan.no_grammars,
     )

@@ -4,7 +4,7 @@
     plan = scheduler.plan()      while the previous step may still be on the device
     flight = runner.launch(plan)
     finish(previous)             results to the scheduler, deltas to the front end
-    flight.sample(adjust)        every earlier token is known by now
+    flight.sample(adjust, masks) every earlier token is known by now
 
 This is one of the two places that catch every exception: a fault ends the requests of its step
 with an error, their pages come back, and the next step runs.
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from seawall.cache.lease import LeaseBook
 from seawall.core.errors import QueueFullError
-from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, StepPlan, StepResult, TokenMasks
 from seawall.core.wire import (
     AbortRequest,
     CacheFlushed,
@@ -40,7 +40,7 @@ class Flight(Protocol):
     def plan(self) -> StepPlan:
         """What was launched."""
 
-    def sample(self, adjust: LogitAdjust | None) -> None:
+    def sample(self, adjust: LogitAdjust | None, masks: TokenMasks | None) -> None:
         """Draw its tokens."""
 
     def wait(self) -> StepResult:
@@ -131,6 +131,8 @@ class EngineCore:
         previous, self._in_flight = self._in_flight, None
         if previous is not None:
             self._finish(previous)
+        elif flight is None:
+            self.scheduler.constrained.pause()
         if flight is not None and self._sample(flight):
             if self._overlap:
                 self._in_flight = flight
@@ -177,7 +179,8 @@ class EngineCore:
 
     def _sample(self, flight: Flight) -> bool:
         try:
-            flight.sample(self.scheduler.adjust(flight.plan))
+            plan = flight.plan
+            flight.sample(self.scheduler.adjust(plan), self.scheduler.masks(plan))
         except Exception as error:  # process boundary: see the module's docstring
             self._fail(flight.plan, error)
             return False

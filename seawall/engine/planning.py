@@ -12,6 +12,7 @@ from pathlib import Path
 
 from seawall.core.config import EngineConfig
 from seawall.core.errors import ConfigError
+from seawall.engine.grammars import why_no_grammars
 from seawall.engine.planning_cuda import (
     cuda_accounts,
     cuda_budget,
@@ -39,6 +40,7 @@ from seawall.memory.footprint_logits import min_workspace_bytes
 from seawall.memory.footprint_model import activation_bytes, weight_bytes
 from seawall.memory.footprint_step import (
     logits_split,
+    mask_bytes,
     max_top_k,
     sampler_bytes,
     step_buffer_bytes,
@@ -50,6 +52,7 @@ from seawall.memory.spec import ModelSpec, apply_overrides
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo_model"
 _QUARTER = 4
+MOST_GRAMMAR_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ class EnginePlan:
         host: host accounts.
         max_top_k: most best tokens one position may be asked for.
         eos_token_ids: from generation_config.json and config.json.
+        no_grammars: why requests with a grammar are refused; None if they are served.
     """
 
     folder: Path
@@ -74,6 +78,7 @@ class EnginePlan:
     host: HostPlan
     max_top_k: int
     eos_token_ids: tuple[int, ...]
+    no_grammars: str | None
 
     @property
     def max_total_tokens(self) -> int:
@@ -108,9 +113,16 @@ def make_plan(
     kv_dtype = config.memory.kv_cache_dtype
     kv_dtype = {"auto": dtype, "bf16": "bfloat16"}.get(kv_dtype, kv_dtype)
     limits = _limits(config, spec)
+    tokenizer_folder = (
+        folder
+        if config.model.tokenizer_path is None
+        else model_folder(config.model.tokenizer_path, with_weights=False)
+    )
+    eos_ids = _eos_ids(folder, raw)
+    no_grammars = why_no_grammars(config.grammar_backend, tokenizer_folder, eos_ids)
     memory = solve(
         budget,
-        device_accounts(config, spec, dtype, limits, kv_dtype),
+        device_accounts(config, spec, dtype, limits, kv_dtype, grammars=no_grammars is None),
         page_bytes=_page_bytes(spec, limits, kv_dtype, num_layers=spec.num_full_layers),
         limits=limits,
         max_total_tokens=config.memory.max_total_tokens,
@@ -119,11 +131,7 @@ def make_plan(
     _check_logits(config, spec, dtype)
     return EnginePlan(
         folder=folder,
-        tokenizer_folder=(
-            folder
-            if config.model.tokenizer_path is None
-            else model_folder(config.model.tokenizer_path, with_weights=False)
-        ),
+        tokenizer_folder=tokenizer_folder,
         spec=spec,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -137,21 +145,29 @@ def make_plan(
                 config.memory.host_memory_budget,
                 num_window_pages=memory.num_window_pages,
                 staging=staging_bytes(spec, limits) if config.device == "cuda" else 0,
+                grammars=no_grammars is None,
             ),
             request_bytes=request_bytes(limits.context_length),
             max_queued=config.schedule.max_queued_requests,
         ),
         max_top_k=_max_top_k(config, spec, dtype),
-        eos_token_ids=_eos_ids(folder, raw),
+        eos_token_ids=eos_ids,
+        no_grammars=no_grammars,
     )
 
 
 def device_accounts(
-    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits, kv_dtype: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: str,
+    limits: Limits,
+    kv_dtype: str,
+    *,
+    grammars: bool = False,
 ) -> dict[str, int]:
     """Bytes of every device account except kv. On the CPU nothing is captured or shared."""
     if config.device == "cuda":
-        return cuda_accounts(config, spec, dtype, limits)
+        return cuda_accounts(config, spec, dtype, limits, grammars=grammars)
     return {
         "weights": weight_bytes(spec, dtype),
         "step_buffers": step_buffer_bytes(limits, spec.hidden_size, dtype),
@@ -160,7 +176,7 @@ def device_accounts(
         "logits": config.memory.logits_workspace,
         "attention": attention_workspace_bytes(spec, dtype, limits, kv_dtype),
         "sampler": sampler_bytes(limits, windows=spec.window is not None),
-        "masks": 0,
+        "masks": mask_bytes(limits, spec.vocab_size) if grammars else 0,
         "graphs": 0,
         "communicators": 0,
         "outside": 0,
@@ -168,7 +184,13 @@ def device_accounts(
 
 
 def host_accounts(
-    limits: Limits, num_pages: int, budget: int, *, num_window_pages: int = 0, staging: int = 0
+    limits: Limits,
+    num_pages: int,
+    budget: int,
+    *,
+    num_window_pages: int = 0,
+    staging: int = 0,
+    grammars: bool = False,
 ) -> dict[str, int]:
     """Bytes of every host account except the queue, all items at their largest size.
 
@@ -185,6 +207,8 @@ def host_accounts(
     }
     if staging:
         accounts["staging"] = staging
+    if grammars:
+        accounts["grammars"] = min(budget // 16, MOST_GRAMMAR_BYTES)
     left = budget - sum(accounts.values()) - request_bytes(limits.context_length)
     accounts["results"] += max(left, 0) // 2
     return accounts

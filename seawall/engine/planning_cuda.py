@@ -20,7 +20,12 @@ from seawall.memory.footprint_cuda import (
 )
 from seawall.memory.footprint_logits_cuda import PassShape, smallest_cuda_workspace
 from seawall.memory.footprint_model import weight_bytes
-from seawall.memory.footprint_step import NUM_STEP_SETS, sampler_bytes, step_buffer_bytes
+from seawall.memory.footprint_step import (
+    NUM_STEP_SETS,
+    mask_bytes,
+    sampler_bytes,
+    step_buffer_bytes,
+)
 from seawall.memory.spec import ModelSpec
 
 _MIB = 1 << 20
@@ -57,7 +62,7 @@ def cuda_seats(config: EngineConfig, context_length: int) -> int:
 
 
 def cuda_accounts(
-    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits
+    config: EngineConfig, spec: ModelSpec, dtype: str, limits: Limits, *, grammars: bool = False
 ) -> dict[str, int]:
     """Bytes of every device account except kv."""
     num_classes = len(attention_classes(spec))
@@ -71,7 +76,7 @@ def cuda_accounts(
         "logits": config.memory.logits_workspace,
         "attention": attention_workspace_bytes(spec),
         "sampler": sampler_bytes(limits, windows=spec.window is not None),
-        "masks": 0,
+        "masks": mask_bytes(limits, spec.vocab_size) if grammars else 0,
         "graphs": graph_bytes(spec, dtype, graph_rows(config, limits)),
         "communicators": 0,
         "outside": OUTSIDE_BYTES,

@@ -7,6 +7,7 @@ from seawall.device.meter import Meter, Reading
 from seawall.device.runtime import Runtime
 from seawall.engine.core import EngineCore
 from seawall.engine.planning import EnginePlan
+from seawall.grammar.store import GrammarStore
 from seawall.memory.footprint import page_ledger_bytes, radix_bytes, requests_bytes
 from seawall.memory.host import peak_resident_bytes, resident_bytes
 from seawall.memory.ledger import AccountUse, Ledger
@@ -19,7 +20,7 @@ _TRANSIENT = ("activations", "logits")
 class Reporter:
     """Writes reports; called on the core thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one argument a part that is reported on
         self,
         *,
         plan: EnginePlan,
@@ -29,6 +30,7 @@ class Reporter:
         warm: Mapping[str, Reading],
         core: EngineCore,
         runtime: Runtime,
+        grammars: GrammarStore | None,
     ) -> None:
         self._plan = plan
         self._device = device
@@ -37,6 +39,7 @@ class Reporter:
         self._warm = warm
         self._core = core
         self._runtime = runtime
+        self._grammars = grammars
 
     def memory_report(self) -> dict[str, object]:
         """The report of the contract's `memory_report`."""
@@ -106,4 +109,10 @@ class Reporter:
         uses["companions"] = AccountUse(
             now=companions.num_bytes, peak=companions.peak_bytes, cap=caps["companions"]
         )
+        if self._grammars is not None:
+            uses["grammars"] = AccountUse(
+                now=self._grammars.num_bytes,
+                peak=self._grammars.peak_bytes,
+                cap=caps["grammars"],
+            )
         return uses

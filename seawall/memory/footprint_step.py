@@ -65,6 +65,16 @@ def sampler_bytes(limits: Limits, *, windows: bool = False) -> int:
     return sum(table.num_bytes for table in seat_tables(limits, windows=windows))
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits, one bit a token."""
+    return -(-vocab_size // 32)
+
+
+def mask_bytes(limits: Limits, vocab_size: int) -> int:
+    """A mask for every seat."""
+    return 4 * limits.max_running * mask_words(vocab_size)
+
+
 def logits_split(logits_bytes: int) -> tuple[int, int]:
     """Workspace of the numeric functions, and the share for rows that go in and come out."""
     rows = logits_bytes // _ROWS_SHARE

@@ -209,7 +209,8 @@ class SampleCollector:
     def _end(self, finish: dict[str, object]) -> None:
         self.finish = finish
         self.seconds = time.perf_counter() - self._started
-        self._text.end(self.ids, stopped=finish["type"] == "stop")
+        # A grammar that has come to its end names no token to drop.
+        self._text.end(self.ids, stopped=isinstance(finish.get("matched"), int | str))
 
 
 class ResultWriter:

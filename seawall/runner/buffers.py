@@ -9,6 +9,7 @@ it may still be on the device:
                   window_page_table         the same for layers with a window, if there are any
                   last_token [seats]        the newest sampled token, fed to the next step
                   temperature ... [seats]   how it draws
+    MaskTable     words [seats, W]          which tokens a step's sampled rows may draw
     SeatNotes     numpy                     what the host must know of a seat to ask for scores
 
 What changes goes up through the step's Transfer; nothing is read back. The runner is the only
@@ -109,10 +110,25 @@ class PageTable:
         self.table.view(-1).index_copy_(0, places, values)
 
 
+class MaskTable:
+    """Which tokens each sampled row of a step may draw: int32 [seats, ceil(V / 32)]."""
+
+    def __init__(self, arena: Arena, num_seats: int, num_words: int) -> None:
+        self._words: Tensor = arena.zeros("masks", (num_seats, num_words), torch.int32)
+
+    def load(self, at: I64, words: I32, num_rows: int, transfer: Transfer) -> Tensor:
+        """Masks of `num_rows` sampled rows: `words` at the places `at`, all tokens elsewhere."""
+        places, given = transfer.put(at), transfer.put(words)
+        transfer.send()
+        return self._words[:num_rows].fill_(-1).index_copy_(0, places, given)
+
+
 class SeatTables:
     """What the device must know of each running request."""
 
-    def __init__(self, arena: Arena, limits: Limits, *, windows: bool = False) -> None:
+    def __init__(
+        self, arena: Arena, limits: Limits, *, windows: bool = False, mask_words: int = 0
+    ) -> None:
         made = {
             table.name: arena.zeros("sampler", table.shape, torch_dtype(table.dtype))
             for table in seat_tables(limits, windows=windows)
@@ -126,6 +142,7 @@ class SeatTables:
         self.page_table = PageTable(made["page_table"])
         self.window_page_table = PageTable(made["window_page_table"]) if windows else None
         self.notes = SeatNotes(limits.max_running)
+        self.masks = MaskTable(arena, limits.max_running, mask_words) if mask_words else None
 
     def load(self, plan: StepPlan, transfer: Transfer) -> None:
         """Take over new requests' parameters and changed page table entries."""

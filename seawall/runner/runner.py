@@ -1,7 +1,7 @@
 """Runs a planned step: launch() starts the forward, the flight samples and gives the result.
 
     launch(plan) -> Flight      inputs sent, forward queued, prompt rows scored
-    flight.sample(adjust)       tokens drawn, fed to the next step on the device
+    flight.sample(adjust, masks) tokens drawn, fed to the next step on the device
     flight.wait() -> StepResult numpy, read after the next step has been planned
 
 At most two flights exist, each with one set of step buffers and one transfer. On CUDA launch and
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from seawall.attention.base import AttentionBackend, AttentionRows
 from seawall.core.errors import EngineError
-from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult, TokenMasks
 from seawall.device.meter import Meter
 from seawall.device.runtime import Transfer
 from seawall.memory.footprint_cuda import graph_buckets
@@ -27,7 +27,7 @@ from seawall.models.base import CausalLM
 from seawall.runner.asks import drawn_asks, prompt_asks
 from seawall.runner.buffers import SeatTables, StepBuffers
 from seawall.runner.graphs import DecodeGraphs, Graphs, NoGraphs, padded_rows
-from seawall.runner.scoring import Drawn, Pending, Sampled, Scorer, drawn_only
+from seawall.runner.scoring import Changes, Drawn, Pending, Sampled, Scorer, drawn_only
 
 
 class Runner:
@@ -80,7 +80,9 @@ class Runner:
         return Flight(self, plan, buffers.hidden, prompt_scores, transfer)
 
     @torch.inference_mode()
-    def draw(self, flight: "Flight", adjust: LogitAdjust | None) -> "Outcome":
+    def draw(
+        self, flight: "Flight", adjust: LogitAdjust | None, masks: TokenMasks | None
+    ) -> "Outcome":
         """Draw the flight's tokens and score them as asked."""
         plan, transfer = flight.plan, flight.transfer
         rows = np.flatnonzero(plan.samples)
@@ -95,8 +97,9 @@ class Runner:
             device_positions=transfer.put((plan.starts + plan.lengths)[rows].astype(np.int64)),
         )
         with self.meter.scope("logits"):
-            drawn = self.scorer.draw(flight.hidden, sampled, self.seats, transfer, adjust)
-            scores, plain = self._output_scores(flight, sampled, drawn.ids, adjust)
+            changes = Changes(adjust=adjust, mask=self._mask(masks, rows, transfer))
+            drawn = self.scorer.draw(flight.hidden, sampled, self.seats, transfer, changes)
+            scores, plain = self._output_scores(flight, sampled, drawn.ids, changes)
         transfer.finish()
         return Outcome(rows=rows, drawn=drawn, scores=scores, plain=plain)
 
@@ -159,8 +162,18 @@ class Runner:
             buffers.tokens[:num_tokens], buffers.positions[:num_tokens], self._attention
         )
 
+    def _mask(
+        self, masks: TokenMasks | None, rows: np.ndarray, transfer: Transfer
+    ) -> Tensor | None:
+        """Masks of the sampled rows on the device; None where every token may come."""
+        if masks is None or not len(masks.rows):
+            return None
+        assert self.seats.masks is not None
+        at = np.searchsorted(rows, masks.rows)
+        return self.seats.masks.load(at, masks.words, len(rows), transfer)
+
     def _output_scores(
-        self, flight: "Flight", sampled: Sampled, ids: Tensor, adjust: LogitAdjust | None
+        self, flight: "Flight", sampled: Sampled, ids: Tensor, changes: Changes
     ) -> tuple[tuple[Pending, ...], np.ndarray]:
         """Scores of drawn tokens for the requests that want them.
 
@@ -175,9 +188,9 @@ class Runner:
             at = np.flatnonzero(chosen)
             if len(at):
                 asks = drawn_asks(at, sampled.rows[at], seats[at], notes, raw=is_raw)
-                changes = None if is_raw else adjust
+                made = Changes() if is_raw else changes
                 found.append(
-                    self.scorer.score(flight.hidden, asks, flight.transfer, changes, drawn=ids)
+                    self.scorer.score(flight.hidden, asks, flight.transfer, made, drawn=ids)
                 )
         return tuple(found), np.flatnonzero(wanted & ~raw & ~more)
 
@@ -213,6 +226,8 @@ class Outcome:
                 output_scores |= pending.read()
             for at in self._plain.tolist():
                 output_scores[int(self._rows[at])] = drawn_only(logprobs[at : at + 1])
+            if len(self._rows) > np.count_nonzero(plan.samples):
+                output_scores = {r: s for r, s in output_scores.items() if plan.samples[r]}
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -240,9 +255,12 @@ class Flight:
         self._runner = runner
         self._outcome: Outcome | None = None
 
-    def sample(self, adjust: LogitAdjust | None) -> None:
+    def sample(self, adjust: LogitAdjust | None, masks: TokenMasks | None) -> None:
         """Draw this step's tokens; every earlier step's result must have been taken."""
-        self._outcome = self._runner.draw(self, adjust)
+        self._outcome = self._runner.draw(self, adjust, masks)
+        if masks is not None and len(masks.late):
+            # What was drawn without a mask is nobody's: no result holds it, no step reads it.
+            self.plan = self.plan.without_draws(masks.late)
 
     def wait(self) -> StepResult:
         """The step's result, on the host."""

@@ -47,6 +47,31 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What becomes of logits before they are processed ones.
+
+    Attributes:
+        adjust: its rows are plan rows.
+        mask: int32 [n, ceil(V / 32)] on the device, a row for each of the sampled ones.
+    """
+
+    adjust: LogitAdjust | None = None
+    mask: Tensor | None = None
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of a gathered row's mask."""
+        return 0 if self.mask is None else self.mask.shape[1] * self.mask.element_size()
+
+    def masked(self, rows: slice | Tensor) -> Tensor | None:
+        """The mask of some of the sampled rows."""
+        return None if self.mask is None else self.mask[rows]
+
+
+_UNCHANGED = Changes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """Drawn tokens on the device, and host arrays that will hold them and their logprobs."""
 
@@ -132,7 +157,7 @@ class Scorer:
         hidden: Tensor,
         asks: Asks,
         transfer: Transfer,
-        adjust: LogitAdjust | None = None,
+        changes: Changes = _UNCHANGED,
         drawn: Tensor | None = None,
     ) -> Pending:
         """Logprobs for each ask.
@@ -141,14 +166,14 @@ class Scorer:
             hidden: the matrix that `asks.rows` index.
             asks: what is wanted of which rows.
             transfer: the step's.
-            adjust: changes to logits; its rows are plan rows.
+            changes: to the logits of sampled rows.
             drawn: int64, the targets of asks that have none, by hidden row.
         """
         pending = Pending()
         rich = asks.rich
         for chosen in (~rich, rich):
             if chosen.any():
-                self._score(hidden, asks.only(chosen), (transfer, adjust, drawn), pending)
+                self._score(hidden, asks.only(chosen), (transfer, changes, drawn), pending)
         return pending
 
     def draw(
@@ -157,19 +182,20 @@ class Scorer:
         sampled: Sampled,
         tables: SeatTables,
         transfer: Transfer,
-        adjust: LogitAdjust | None,
+        changes: Changes,
     ) -> Drawn:
         """One token for each of `hidden`'s first rows; the seats' newest tokens are set to them."""
-        changed = _changed_per_row(sampled.rows, adjust)
+        changed = _changed_per_row(sampled.rows, changes.adjust)
         cost = row_bytes(self._head.weight.shape[1], hidden.element_size(), 0, 0)
         if self._max_gaps:
             cost = row_bytes(0, 0, 0, 0)
         found = []
         for start, end in _runs(cost + changed * ADJUST_BYTES, self._rows_bytes):
             at = sampled.device_seats[start:end]
-            changes = _sparse(adjust, sampled.rows[start:end], transfer)
+            adjust = _sparse(changes.adjust, sampled.rows[start:end], transfer)
             transfer.send()
-            source = self._source(hidden[start:end], tables.temperature[at], changes)
+            mask = changes.masked(slice(start, end))
+            source = self._source(hidden[start:end], tables.temperature[at], adjust, mask)
             filtered = bool(tables.notes.filtered[sampled.seats[start:end]].any())
             draw = DrawInput(
                 seeds=tables.seed[at],
@@ -184,7 +210,9 @@ class Scorer:
         ids = tables.last_token.index_select(0, sampled.device_seats)
         return Drawn(ids=ids, host_ids=transfer.take(ids), host_logprobs=tuple(found))
 
-    def _source(self, hidden: Tensor, heat: Tensor, adjust: SparseAdjust | None) -> LogitsInput:
+    def _source(
+        self, hidden: Tensor, heat: Tensor, adjust: SparseAdjust | None, mask: Tensor | None
+    ) -> LogitsInput:
         """What the head makes of these rows."""
         return LogitsInput(
             hidden=hidden,
@@ -194,24 +222,29 @@ class Scorer:
             scale=self._head.scale,
             bias=self._head.bias,
             adjust=adjust,
+            bitmask=mask,
         )
 
     def _score(
         self,
         hidden: Tensor,
         asks: Asks,
-        given: tuple[Transfer, LogitAdjust | None, Tensor | None],
+        given: tuple[Transfer, Changes, Tensor | None],
         pending: Pending,
     ) -> None:
         """Asks of one kind, in blocks whose inputs and results fit the rows' share."""
         flat = asks.flat(self._max_gaps)
         wide = not (self._max_gaps and flat.in_one)
-        changed = _changed_per_row(asks.plan_rows, given[1])
-        cost = ADJUST_BYTES * int(changed.max()) + row_bytes(
-            hidden.shape[1] if wide else 0,
-            hidden.element_size(),
-            int(asks.top_k.max()),
-            max(len(ids) for ids in asks.token_ids),
+        changed = _changed_per_row(asks.plan_rows, given[1].adjust)
+        cost = (
+            ADJUST_BYTES * int(changed.max())
+            + given[1].mask_bytes
+            + row_bytes(
+                hidden.shape[1] if wide else 0,
+                hidden.element_size(),
+                int(asks.top_k.max()),
+                max(len(ids) for ids in asks.token_ids),
+            )
         )
         most = max(self._rows_bytes // cost, 1)
         for start in range(0, len(flat.rows), most):
@@ -224,9 +257,9 @@ class Scorer:
         asks: Asks,
         flat: Flat,
         span: tuple[int, int],
-        given: tuple[Transfer, LogitAdjust | None, Tensor | None],
+        given: tuple[Transfer, Changes, Tensor | None],
     ) -> _Part:
-        transfer, adjust, drawn = given
+        transfer, changes, drawn = given
         part = slice(*span)
         rows, owners = flat.rows[part], flat.owners[part]
         view = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -238,14 +271,17 @@ class Scorer:
         at = None if flat.in_one else transfer.put(rows)
         targets = None if flat.targets is None else transfer.put(flat.targets[part])
         plan_rows = np.where(owners == NOBODY, NOBODY, asks.plan_rows[owners])
-        changes = _sparse(adjust, plan_rows, transfer)
+        adjust = _sparse(changes.adjust, plan_rows, transfer)
         transfer.send()
         if targets is None:
             assert drawn is not None
             targets = drawn[view] if at is None else drawn.index_select(0, at)
         result = entry.score_rows(
             self._source(
-                hidden[view] if at is None else hidden.index_select(0, at), temperature, changes
+                hidden[view] if at is None else hidden.index_select(0, at),
+                temperature,
+                adjust,
+                changes.masked(view if at is None else at),
             ),
             logprobs.Ask(targets=targets, top_k=int(asks.top_k.max()), token_ids=ids),
             self._workspace_bytes,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seawall.core.step import I32, LogitAdjust, SeatParams, StepPlan
+from seawall.core.step import I32, LogitAdjust, SeatParams, StepPlan, TokenMasks
 from seawall.memory.footprint import Limits
 from seawall.runner.runner import Runner
 
@@ -30,6 +30,7 @@ class WarmupShape:
     num_window_pages: int
     vocab_size: int
     max_top_k: int
+    has_masks: bool
 
     @property
     def longest(self) -> int:
@@ -48,7 +49,7 @@ def warm_up(runner: Runner, shape: WarmupShape) -> None:
     lengths += [1] * (limits.max_running - len(lengths))
     for step, row_lengths in enumerate((lengths, [1] * limits.max_running)):
         plan = _plan(step, np.array(row_lengths, np.int32), shape)
-        runner.launch(plan).sample(_adjust(plan, shape))
+        runner.launch(plan).sample(_adjust(plan, shape), _masks(plan, shape))
 
 
 def warm_kernels(runner: Runner, shape: WarmupShape) -> None:
@@ -63,11 +64,26 @@ def warm_kernels(runner: Runner, shape: WarmupShape) -> None:
     for step, count in enumerate(counts):
         for rich in (True, False):
             plan = _plan(step, np.ones(count, np.int32), shape, rich=rich)
-            runner.launch(plan).sample(_adjust(plan, shape) if rich else None)
+            runner.launch(plan).sample(_adjust(plan, shape) if rich else None, None)
+            if shape.has_masks:
+                changed = _adjust(plan, shape) if rich else None
+                runner.launch(plan).sample(changed, _masks(plan, shape))
     for step, length in enumerate((2, 3, 16, _MANY_ROWS - 1, _MANY_ROWS)):
         room = shape.limits.step_tokens - shape.limits.max_running
         lengths = np.array([min(length, room, shape.longest)], np.int32)
-        runner.launch(_plan(step, lengths, shape, rich=False)).sample(None)
+        runner.launch(_plan(step, lengths, shape, rich=False)).sample(None, None)
+
+
+def _masks(plan: StepPlan, shape: WarmupShape) -> TokenMasks | None:
+    """Masks of every row that allow everything."""
+    if not shape.has_masks:
+        return None
+    num_words = -(-shape.vocab_size // 32)
+    return TokenMasks(
+        rows=np.arange(plan.num_rows, dtype=np.int64),
+        words=np.full((plan.num_rows, num_words), -1, np.int32),
+        late=np.empty(0, np.int64),
+    )
 
 
 def _plan(step: int, lengths: I32, shape: WarmupShape, *, rich: bool = True) -> StepPlan:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 from seawall.cache.lease import Lease, LeaseBook
 from seawall.cache.prefix import PrefixKey
+from seawall.core.errors import RequestError
+from seawall.core.grammar import Grammars, NoGrammars
 from seawall.core.params import LogprobSpec
 from seawall.core.request import Request, Status
 from seawall.core.seeds import mix_seed
-from seawall.core.step import LogitAdjust, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, StepPlan, StepResult, TokenMasks
 from seawall.core.units import ceil_div
 from seawall.core.wire import FinishReason, FinishRequest, GenerateRequest, OutputDelta
 from seawall.memory.ledger import Ledger
@@ -29,6 +31,7 @@ from seawall.scheduler.admission import (
     WindowDemand,
 )
 from seawall.scheduler.batching import StepBuilder, share_budget
+from seawall.scheduler.constrained import ConstrainedRequests, broken, refused
 from seawall.scheduler.groups import SampleGroups
 from seawall.scheduler.outbox import Outbox
 from seawall.scheduler.pressure import choose_victim
@@ -85,7 +88,13 @@ class NeedsDrainError(Exception):
 class Scheduler:
     """See the module's docstring. Not thread-safe: the core thread is its only caller."""
 
-    def __init__(self, limits: SchedulerLimits, leases: LeaseBook, host: Ledger) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        leases: LeaseBook,
+        host: Ledger,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._limits = limits
         self._leases = leases
         self._queue = WaitQueue(policy=limits.policy, max_queued=limits.max_queued, ledger=host)
@@ -97,6 +106,9 @@ class Scheduler:
             CompanionRecall(leases.companions) if limits.keeps_prefixes else NoRecall()
         )
         self._under_way = PrefixesUnderWay(limits.page_size)
+        self.constrained = ConstrainedRequests(
+            grammars or NoGrammars(), limits.max_running, limits.eos_token_ids
+        )
         self._estimator = LengthEstimator(limits.conservativeness)
         self.outbox = Outbox()
         self._totals = _Totals()
@@ -116,6 +128,7 @@ class Scheduler:
         group = message.rid if num_samples > 1 and has_whole_page else None
         if group is not None:
             self._groups.open(group, num_samples)
+        self.constrained.expect(message.sampling)
         samples: dict[int, Request] = {}
         for index in range(num_samples):
             request = Request(
@@ -228,9 +241,10 @@ class Scheduler:
 
     def _fill(self, builder: StepBuilder, in_flight: bool) -> None:
         num_retractions = self._totals.retractions
+        self._end_broken(self.constrained.call_in())
         if self._leases.has_windows:
             for request in self._running:
-                self._seats.lease(request).slide(request.applied)
+                self._seats.lease(request).slide(min(request.applied, request.num_tokens - 1))
         if self._limits.mixed:
             self._add_decodes(builder, in_flight)
         left = self._add_chunks(builder, in_flight)
@@ -305,7 +319,7 @@ class Scheduler:
         for request in self._queue.ordered(self._match_length):
             if budget <= 0 or not self._seats.free or num_held == _MAX_HELD:
                 return
-            if not self._groups.is_ready(request):
+            if not self._groups.is_ready(request) or not self._has_grammar(request):
                 continue
             lease = self._open_lease(request)
             if self._waits_for_prefix(request, lease):
@@ -324,6 +338,14 @@ class Scheduler:
             if used == 0:
                 return
             budget -= used
+
+    def _has_grammar(self, request: Request) -> bool:
+        """Whether a waiting request's grammar is ready, if it has one; ends it if it can't be."""
+        try:
+            return self.constrained.is_ready(request)
+        except RequestError as error:
+            self._finish(request, refused(error))
+            return False
 
     def _open_lease(self, request: Request) -> Lease:
         """Share the longest cached prefix from which the request can go on.
@@ -380,6 +402,7 @@ class Scheduler:
         admission.admit(request, num_shared)
         self._queue.remove(request)
         self._seats.take(request, lease)
+        self.constrained.sit(request)
         bisect.insort(self._running, request, key=self._queue.rank)
         request.status = Status.RUNNING
         request.computed = request.applied = first
@@ -428,6 +451,18 @@ class Scheduler:
         rows = [(i, r) for i, r in self._live_rows(plan) if samples[i]]
         return adjust_rows(rows, self._limits.eos_token_ids)
 
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """Which tokens may come next in rows with a grammar, every earlier token counted."""
+        masks, failed = self.constrained.masks(plan)
+        self._end_broken(failed)
+        return masks
+
+    def _end_broken(self, requests: list[Request]) -> None:
+        """End requests whose grammar can't go on."""
+        for request in requests:
+            assert request.constraint is not None
+            self._finish(request, broken(request, request.constraint))
+
     def apply(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's results; rows of requests that ended meanwhile die here."""
         ends, samples = (plan.starts + plan.lengths).tolist(), plan.samples.tolist()
@@ -464,6 +499,8 @@ class Scheduler:
             request.tokens[request.num_tokens] = token
             request.num_tokens += 1
             reason = stop_reason(request, token, self._limits.eos_token_ids)
+            if request.constraint is not None and (reason is None or reason.type == "length"):
+                reason = self.constrained.accept(request, request.constraint, token) or reason
         elif request.max_new_tokens == 0 and request.applied == request.num_tokens:
             reason = FinishReason(type="length", length=0)
         prompt_scores = result.prompt_scores.get(row)
@@ -506,6 +543,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         request.status = Status.FINISHED
+        self.constrained.end(request)
         self._recall.forget(request)
         self._queue.leave(request)
         self._groups.gone(request)
@@ -527,6 +565,7 @@ class Scheduler:
 
     def _unseat(self, request: Request, *, keep: bool) -> None:
         self._under_way.leave(request)
+        self.constrained.rise(request)
         lease = self._seats.give(request)
         num_valid = min(request.applied, request.num_tokens) if keep else 0
         lease.release(request.tokens, num_valid, insert=keep, priority=request.priority)

@@ -23,11 +23,20 @@ def forbidden_ids(request: Request, eos_ids: frozenset[int]) -> list[int]:
     """Ids that would end the request before `min_new_tokens`, sorted.
 
     A token drawn now is output number num_output + 1; it may end the request only if that is at
-    least min_new_tokens.
+    least min_new_tokens. With a grammar that is the mask's to say (banned_ids).
     """
-    if request.num_output + 1 >= request.sampling.min_new_tokens:
+    if request.constraint is not None or request.num_output + 1 >= request.sampling.min_new_tokens:
         return []
     ids = set(request.sampling.stop_token_ids)
     if not request.sampling.ignore_eos:
         ids |= eos_ids
+    return sorted(ids)
+
+
+def banned_ids(request: Request, eos_ids: frozenset[int]) -> list[int]:
+    """Ids that a request with a grammar does without as long as the grammar allows others."""
+    sampling = request.sampling
+    ids: set[int] = set(eos_ids) if sampling.ignore_eos else set()
+    if request.num_output + 1 < sampling.min_new_tokens:
+        ids |= eos_ids | set(sampling.stop_token_ids)
     return sorted(ids)

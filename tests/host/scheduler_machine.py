@@ -23,7 +23,7 @@ from seawall.cache.windows import WindowPages
 from seawall.core.params import LogprobSpec, SamplingParams
 from seawall.core.request import Request
 from seawall.core.seeds import mix_seed
-from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult
+from seawall.core.step import LogitAdjust, Scores, StepPlan, StepResult, TokenMasks
 from seawall.core.units import ceil_div
 from seawall.core.wire import (
     AbortRequest,
@@ -82,7 +82,7 @@ class FakeFlight:
         self._prompt = prompt
         self._result: StepResult | None = None
 
-    def sample(self, adjust: LogitAdjust | None) -> None:
+    def sample(self, adjust: LogitAdjust | None, masks: TokenMasks | None = None) -> None:
         self._runner.maybe_fail("sample", self.plan)
         plan = self.plan
         tokens = np.zeros(plan.num_rows, np.int32)

@@ -139,7 +139,7 @@ def test_values_out_of_range(name: str, value: object, said: str) -> None:
 
 def test_names_nobody_knows_and_features_not_built() -> None:
     assert "unknown name 'temprature'" in params_refusal(temprature=1)
-    for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex"):
+    for name in ("stop_regex", "beam_width"):
         assert params_refusal(**{name: "x"}).startswith(f"{name}: not built yet")
     assert "not supported; leave it out" in params_refusal(stream_interval=2)
     # What changes nothing is let through.

@@ -13,6 +13,8 @@ BOUNDARIES = {
     "seawall/engine/driver.py": "the core's thread: the error is raised again in the caller's",
     "seawall/engine/__main__.py": "the engine process's calls: the error is sent to the caller",
     "seawall/server/client.py": "the front process: ends the request whose output can't be read",
+    "seawall/grammar/compiler.py": "a compiling thread: the request gets the answer",
+    "seawall/grammar/filler.py": "a mask's thread: the request gets the answer",
     "seawall/text/tokenizer.py": "tokenizers raises the bare class for every kind of bad file",
 }
 # file -> whose attributes it asks for by name

@@ -161,7 +161,7 @@ def test_stop_string_cuts_text_ids_and_logprobs(client: httpx.Client) -> None:
     [
         ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"text": "a", "sampling_params": {"regex": "a+"}}, "regex"),
+        ({"text": "a", "sampling_params": {"stop_regex": "a+"}}, "stop_regex"),
         ({"text": "a", "image_data": ["x"]}, "image_data"),
         ({"text": "a", "stream": "yes"}, "stream"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num"),

@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled in a bounded process, masks filled by threads."""
