@@ -38,7 +38,7 @@ from seawall.scheduler.pressure import choose_victim
 from seawall.scheduler.queue import WaitQueue
 from seawall.scheduler.recall import CompanionRecall, NoRecall, Recall
 from seawall.scheduler.seats import Seats
-from seawall.scheduler.stop import stop_reason
+from seawall.scheduler.stop import no_pages, not_finite, stop_reason
 from seawall.scheduler.underway import PrefixesUnderWay
 
 logger = logging.getLogger("seawall.scheduler")
@@ -129,6 +129,8 @@ class Scheduler:
         if group is not None:
             self._groups.open(group, num_samples)
         self.constrained.expect(message.sampling)
+        # Samples after the first don't score the prompt again; the front end copies it.
+        unscored = replace(message.logprob, start_len=None)
         samples: dict[int, Request] = {}
         for index in range(num_samples):
             request = Request(
@@ -136,7 +138,7 @@ class Scheduler:
                 index=index,
                 prompt=message.input_ids,
                 sampling=message.sampling,
-                logprob=message.logprob if index == 0 else _outputs_only(message),
+                logprob=message.logprob if index == 0 else unscored,
                 max_new_tokens=message.max_new_tokens,
                 seed=mix_seed(message.seed, index),
                 priority=message.priority,
@@ -297,7 +299,7 @@ class Scheduler:
             if len(self._running) > 1:
                 self._retract(self._victim(builder))
             elif not self._groups.drop_locks():
-                self._finish(request, _no_pages(request))
+                self._finish(request, no_pages(request))
             if request.status is not Status.RUNNING:
                 return
         builder.add(request, end, lease.page_ids)
@@ -333,7 +335,7 @@ class Scheduler:
                     lease = self._open_lease(request)
                     used = self._admit_one(builder, request, lease, admission, budget)
                 if used == 0:
-                    self._finish(request, _no_pages(request))
+                    self._finish(request, no_pages(request))
                     continue
             if used == 0:
                 return
@@ -474,7 +476,7 @@ class Scheduler:
                 request.outstanding -= 1
             if failed[i]:
                 # Its KV may be no better than its logits: nobody else must find it.
-                self._finish(request, _not_finite(request), keep=False)
+                self._finish(request, not_finite(request), keep=False)
                 continue
             if not request.committed and request.applied >= request.num_tokens:
                 self._commit(request)
@@ -595,25 +597,3 @@ def _first_position(request: Request, num_cached: int, scored: int) -> int:
     if scored < request.last_scored_position:
         first = min(first, scored)
     return first
-
-
-def _outputs_only(message: GenerateRequest) -> LogprobSpec:
-    """Samples after the first don't score the prompt again; the front end copies it."""
-    return replace(message.logprob, start_len=None)
-
-
-def _no_pages(request: Request) -> FinishReason:
-    needed = request.num_prompt + request.max_new_tokens
-    return FinishReason(
-        type="abort",
-        message=f"kv: no pages for {needed} tokens although nothing else runs; see memory_report",
-        status_code=500,
-    )
-
-
-def _not_finite(request: Request) -> FinishReason:
-    return FinishReason(
-        type="abort",
-        message=f"logits after {request.num_tokens} tokens are not finite; check the weights",
-        status_code=500,
-    )

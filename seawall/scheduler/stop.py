@@ -1,4 +1,4 @@
-"""When a sample ends by a token: end-of-sequence ids, stop ids, and its own limit.
+"""Why a sample ends: end-of-sequence ids, stop ids, its own limit, or nothing else to be done.
 
 Stop strings are matched where text is (package `text`), which then sends FinishRequest.
 """
@@ -40,3 +40,22 @@ def banned_ids(request: Request, eos_ids: frozenset[int]) -> list[int]:
     if request.num_output + 1 < sampling.min_new_tokens:
         ids |= eos_ids | set(sampling.stop_token_ids)
     return sorted(ids)
+
+
+def no_pages(request: Request) -> FinishReason:
+    """Nothing can be taken from anybody, and still there is no page for it."""
+    needed = request.num_prompt + request.max_new_tokens
+    return FinishReason(
+        type="abort",
+        message=f"kv: no pages for {needed} tokens although nothing else runs; see memory_report",
+        status_code=500,
+    )
+
+
+def not_finite(request: Request) -> FinishReason:
+    """Its logits, or a logprob, are NaN or infinite."""
+    return FinishReason(
+        type="abort",
+        message=f"logits after {request.num_tokens} tokens are not finite; check the weights",
+        status_code=500,
+    )

@@ -132,24 +132,42 @@ def test_a_second_update_does_not_let_requests_past_the_first(tiny: Path) -> Non
         assert results[1]["meta_info"]["weight_version"] in ("v1", "v2")
 
 
-def test_an_update_is_refused_while_the_cache_cannot_be_emptied(tiny: Path) -> None:
+def test_an_update_is_refused_while_the_cache_cannot_be_emptied(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {name: t * 1.2 for name, t in load_file(tiny / "model.safetensors").items()}
     with open_engine(tiny) as engine:
         before = score_from(engine, IDS, 0)
-        core = engine._assembly.core
-
-        def leak() -> None:
-            cache = core.leases.cache
-            cache.lock(next(iter(cache.nodes())))
-
-        engine._thread.call(leak)
-        with pytest.raises(EngineError, match="cached prefixes are held"):
-            engine.update_weights_from_tensor(tensors, weight_version="v1")
-        with pytest.raises(EngineError, match="cached prefixes are held"):
-            engine.release_memory_occupation(["kv_cache"])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._assembly.core.leases, "flush", lambda: False)
+            with pytest.raises(EngineError, match="cached prefixes are held"):
+                engine.update_weights_from_tensor(tensors, weight_version="v1")
+            with pytest.raises(EngineError, match="cached prefixes are held"):
+                engine.release_memory_occupation(["kv_cache"])
         after = score_from(engine, IDS, 0)
         assert after["weight_version"] == before["weight_version"]
         assert after["input_token_logprobs"] == before["input_token_logprobs"]
+
+
+def test_a_lock_that_nobody_gives_back_does_not_keep_old_kv(tiny: Path) -> None:
+    tensors = {name: t * 1.2 for name, t in load_file(tiny / "model.safetensors").items()}
+    with open_engine(tiny) as engine:
+        score_from(engine, IDS, 0)
+        cache = engine._assembly.core.leases.cache
+
+        def leak() -> None:
+            cache.lock(next(iter(cache.nodes())))
+
+        engine._thread.call(leak)
+        score_from(engine, IDS, 0)
+        assert engine.memory_report()["violations"]
+        engine.update_weights_from_tensor(tensors, weight_version="v1")
+        found = score_from(engine, IDS, 0)
+        assert found["cached_tokens"] == 0
+        engine.flush_cache()
+        again = score_from(engine, IDS, 0)
+    pairs = zip(found["input_token_logprobs"], again["input_token_logprobs"], strict=True)
+    assert all(a[0] is b[0] is None or abs(a[0] - b[0]) < 5e-5 for a, b in pairs)
 
 
 def test_kept_kv_does_not_keep_logprobs_of_old_weights(tiny: Path) -> None:
