@@ -76,11 +76,13 @@ class InsertResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Sizes now (first three) and totals since the start."""
+    """Sizes now (first three), the most there ever were, and totals since the start."""
 
     evictable_pages: int
     protected_pages: int
     num_nodes: int
+    most_nodes: int
+    most_pages: int
     num_lookups: int
     lookup_tokens: int
     hit_tokens: int

@@ -36,6 +36,8 @@ _NO_PAGES.flags.writeable = False
 @dataclass(slots=True)
 class _Totals:
     num_nodes: int = 0  # now; the others since the start
+    most_nodes: int = 0
+    most_pages: int = 0
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -237,6 +239,8 @@ class RadixCache:
             evictable_pages=self.num_evictable,
             protected_pages=self.num_protected,
             num_nodes=totals.num_nodes,
+            most_nodes=totals.most_nodes,
+            most_pages=totals.most_pages,
             num_lookups=totals.lookups,
             lookup_tokens=totals.lookup_tokens,
             hit_tokens=totals.hit_tokens,
@@ -309,17 +313,23 @@ class RadixCache:
         leaf.last_used = self._clock
         leaf.priority = priority
         parent.children[leaf.edge] = leaf
-        self._totals.num_nodes += 1
         self.num_evictable += len(page_ids)
+        self._count_node()
         self._offer(leaf)
         return leaf
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         self._serial += 1
-        self._totals.num_nodes += 1
+        self._count_node()
         upper = node.split(num_pages, self._serial)
         self._locks.split(upper)
         return upper
+
+    def _count_node(self) -> None:
+        totals = self._totals
+        totals.num_nodes += 1
+        totals.most_nodes = max(totals.most_nodes, totals.num_nodes)
+        totals.most_pages = max(totals.most_pages, self.num_evictable + self.num_protected)
 
     def _remove(self, leaf: TreeNode) -> None:
         parent = leaf.parent

@@ -8,7 +8,7 @@ from seawall.device.runtime import Runtime
 from seawall.engine.core import EngineCore
 from seawall.engine.planning import EnginePlan
 from seawall.grammar.store import GrammarStore
-from seawall.memory.footprint import page_ledger_bytes, radix_bytes, requests_bytes
+from seawall.memory.footprint import page_ledger_bytes, requests_bytes, tree_bytes
 from seawall.memory.host import peak_resident_bytes, resident_bytes
 from seawall.memory.ledger import AccountUse, Ledger
 from seawall.memory.report import DeviceFigures, HostFigures, Transient, memory_report
@@ -91,20 +91,25 @@ class Reporter:
 
     def _counted(self) -> dict[str, AccountUse]:
         """Host accounts that are counted as items times declared bytes."""
-        limits = self._plan.limits
-        counts = self._core.scheduler.counts
-        nodes = self._core.leases.cache.stats().num_nodes
-        num_pages = self._plan.memory.num_pages
-        now = {
-            "running": requests_bytes(counts.running, limits.context_length),
-            "pages": page_ledger_bytes(num_pages, self._plan.memory.num_window_pages),
-            "radix": min(nodes, num_pages) * radix_bytes(1, limits.page_size),
+        limits, caps = self._plan.limits, self._plan.host.lines
+        counts, stats = self._core.scheduler.counts, self._core.leases.cache.stats()
+        cached = stats.evictable_pages + stats.protected_pages
+        ledger = page_ledger_bytes(self._plan.memory.num_pages, self._plan.memory.num_window_pages)
+        found = {
+            "running": (
+                requests_bytes(counts.running, limits.context_length),
+                requests_bytes(counts.most_running, limits.context_length),
+            ),
+            "pages": (ledger, ledger),
+            "radix": (
+                tree_bytes(stats.num_nodes, cached, limits.page_size),
+                tree_bytes(stats.most_nodes, stats.most_pages, limits.page_size),
+            ),
         }
-        caps = self._plan.host.lines
         companions = self._core.leases.companions
         uses = {
-            account: AccountUse(now=num_bytes, peak=num_bytes, cap=caps[account])
-            for account, num_bytes in now.items()
+            account: AccountUse(now=now, peak=peak, cap=caps[account])
+            for account, (now, peak) in found.items()
         }
         uses["companions"] = AccountUse(
             now=companions.num_bytes, peak=companions.peak_bytes, cap=caps["companions"]

@@ -149,12 +149,19 @@ def page_ledger_bytes(num_pages: int, num_window_pages: int = 0) -> int:
     return num_bytes
 
 
-def radix_bytes(num_pages: int, page_size: int) -> int:
-    """Prefix tree at its worst, one node a page: N (RADIX_NODE_BYTES + 8 P + 4).
+def tree_bytes(num_nodes: int, num_pages: int, page_size: int) -> int:
+    """Prefix tree: M (RADIX_NODE_BYTES + 4 P) + N (4 P + 4), of M nodes that hold N pages.
 
-    A page's tokens are there twice, in the node and as the edge under which its parent knows it.
+    A node keeps the tokens and ids of its pages, and its first page's tokens once more: the edge
+    under which its parent knows it.
     """
-    return num_pages * (RADIX_NODE_BYTES + 2 * _TOKEN_ID * page_size + 4)
+    edge = _TOKEN_ID * page_size
+    return num_nodes * (RADIX_NODE_BYTES + edge) + num_pages * (edge + 4)
+
+
+def radix_bytes(num_pages: int, page_size: int) -> int:
+    """Prefix tree at its worst, one node a page: N (RADIX_NODE_BYTES + 8 P + 4)."""
+    return tree_bytes(num_pages, num_pages, page_size)
 
 
 def companion_bytes(num_pages: int, page_size: int) -> int:

@@ -15,7 +15,6 @@ from seawall.cache.lease import Lease, LeaseBook
 from seawall.cache.prefix import PrefixKey
 from seawall.core.errors import RequestError
 from seawall.core.grammar import Grammars, NoGrammars
-from seawall.core.params import LogprobSpec
 from seawall.core.request import Request, Status
 from seawall.core.seeds import mix_seed
 from seawall.core.step import LogitAdjust, StepPlan, StepResult, TokenMasks
@@ -68,6 +67,7 @@ class SchedulerCounts:
 
     waiting: int
     running: int
+    most_running: int
     retractions: int
     steps: int
 
@@ -221,6 +221,7 @@ class Scheduler:
         return SchedulerCounts(
             waiting=len(self._queue),
             running=len(self._running),
+            most_running=self._seats.most_taken,
             retractions=self._totals.retractions,
             steps=self._totals.steps,
         )

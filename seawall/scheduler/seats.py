@@ -17,12 +17,14 @@ class Seats:
         self.free = list(range(count))
         self._holders: list[tuple[Request, Lease] | None] = [None] * count
         self._num_taken = 0
+        self.most_taken = 0
 
     def take(self, request: Request, lease: Lease) -> None:
         """Give the request the lowest free seat."""
         self._num_taken += 1
         request.seat, request.epoch = heapq.heappop(self.free), self._num_taken
         self._holders[request.seat] = (request, lease)
+        self.most_taken = max(self.most_taken, len(self._holders) - len(self.free))
 
     def give(self, request: Request) -> Lease:
         """Free the request's seat; returns the lease that went with it."""

@@ -46,6 +46,10 @@ def test_every_account_is_used_bounded_and_empty_again(engine: Engine) -> None:
     assert set(measured) == set(plan)
     for account, figures in measured.items():
         assert figures["peak"] <= plan[account], account
+    # The peaks are those of the run, not of the moment of the report.
+    for account in ("running", "radix"):
+        assert measured[account]["peak"] >= peaks[account] > 0, account
+    assert measured["running"]["now"] == 0 < measured["running"]["peak"]
     assert peaks["detokenizers"] > 0
     assert measured["detokenizers"]["peak"] > peaks["detokenizers"]
     assert report["violations"] == []

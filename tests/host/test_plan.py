@@ -489,6 +489,7 @@ def test_host_footprints_follow_their_formulas() -> None:
     assert footprint.results_bytes(limits, 5, 2) == 2 * 68 * 72
     assert footprint.mailbox_bytes(2, 8, 100) == 1600
     assert footprint.detokenizer_bytes(2, 10) == 2 * (footprint.DETOKENIZER_BYTES + 40)
+    assert footprint.tree_bytes(2, 5, 16) == 2 * (footprint.RADIX_NODE_BYTES + 64) + 5 * 68
     assert footprint.radix_bytes(5, 16) == 5 * (footprint.RADIX_NODE_BYTES + 128 + 4)
 
 
