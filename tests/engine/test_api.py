@@ -202,11 +202,11 @@ def shifts(engine: Engine, ids: list[int]) -> Iterator[float]:
     seen: list[float] = []
     draw = runner.draw
 
-    def noting(flight: Any, adjust: Any) -> Any:
+    def noting(flight: Any, adjust: Any, masks: Any) -> Any:
         head = runner.scorer._head
         rows = flight.hidden[: int(flight.plan.samples.sum())].float()
         seen.extend((rows @ head.weight.float().T).logsumexp(-1).tolist())
-        return draw(flight, adjust)
+        return draw(flight, adjust, masks)
 
     runner.draw = noting
     try:
